@@ -237,6 +237,7 @@ class Place:
         is_in_loop: Whether it is in the body of a loop.
         is_in_while: Whether that is a `while`, from which no amax comes back: JAX has
             no reverse-mode derivative of it.
+        has_wide_loop: Whether it is in a loop that keeps no bfloat16: see `_wide`.
     """
 
     settings: Settings
@@ -248,6 +249,7 @@ class Place:
     saving: tuple[Saving, ...] = ()
     is_in_loop: bool = False
     is_in_while: bool = False
+    has_wide_loop: bool = False
 
     def inside(self, equation: JaxprEqn, names_scopes: bool) -> "Place":
         """The place inside of the scopes of an equation that stands here.

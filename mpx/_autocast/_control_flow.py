@@ -252,8 +252,8 @@ def rewrite_remat(case: Case) -> list[Value]:
     params = case.equation.params
     jaxpr, policy = params["jaxpr"], params["policy"]
     state, place = _state_for(case, jaxpr), case.place
-    if case.run.uses.recipes and policy is not None:
-        policy = Saving(policy, len(place.saving))
+    if (case.run.uses.recipes or place.has_wide_loop) and policy is not None:
+        policy = Saving(policy, len(place.saving), place.has_wide_loop)
         place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)
     closed, facts = _rewritten(case._replace(place=place), jaxpr, state)

@@ -76,6 +76,7 @@ from ._travel import (
     travelled_weight,
 )
 from ._weights import note_origins
+from ._wide import emit_wide, widened
 
 Rewrite = Callable[[Case], list[Value]]
 _FIXED = frozenset((CONSTANT, Origin.WEIGHT))
@@ -125,6 +126,8 @@ def evaluate(
             demands = ahead.wanted(equation, here.settings.dtype)
             case = Case(run, here, equation, inputs, demands, ahead)
             outputs = _emit(case)
+            if here.has_wide_loop:
+                outputs = widened(outputs)
             if run.uses.recipes:
                 note_origins(case, outputs)
             pairs = zip(equation.outvars, outputs, strict=True)
@@ -370,6 +373,8 @@ def _stored(equation: JaxprEqn, value: Value) -> Value:
 
 def _emit_operation(case: Case, choice: Choice) -> list[Value]:
     """Casts operands as it was chosen, and binds an equation."""
+    if case.place.has_wide_loop:
+        return emit_wide(case, choice, _emit_operation)
     equation = case.equation
     arrays = [
         v.cast(choice.dtype or aval_of(atom).dtype)

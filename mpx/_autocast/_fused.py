@@ -21,6 +21,7 @@ from ._context import Usage, Value, computed
 from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._emit import Rewrite, evaluate_within
 from ._notes import noted
+from ._wide import emit_wide
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
@@ -69,6 +70,8 @@ def _rewrite(case: Case, operation: FusedOperation) -> list[Value]:
             return _decomposed(case, recipe, operation)
         why = "activation matmuls" if operation.may_decompose else "one kernel"
         choice = choice._replace(detail=f"not quantized: {why}")
+    if case.place.has_wide_loop:
+        return emit_wide(whole, choice, lambda c, how: _emit(c, rest, operation, how))
     return _emit(whole, rest, operation, choice)
 
 

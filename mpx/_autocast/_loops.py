@@ -50,6 +50,7 @@ from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._reach import reach_of_program
 from ._stacks import may_be_cast_early
+from ._wide import has_wide_loops, widened
 
 
 def rewrite_scan(case: Case) -> list[Value]:
@@ -171,6 +172,8 @@ def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
     Half precision is a residual stream, where that is to be half.
     """
     values = map(computed, arrays)
+    if place.has_wide_loop:
+        return widened(values)
     if place.settings.residual_stream != "half":
         return list(values)
     return [stream(v.array) if v.is_computed_in_half else v for v in values]
@@ -197,7 +200,10 @@ def _loop_place(case: Case) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
     reach = case.place.reach
     reach = reach and reach_of_program(sub_jaxprs(case.equation)[0], reach)
-    return dataclasses.replace(case.place, reach=reach, is_in_loop=True)
+    place = dataclasses.replace(case.place, reach=reach, is_in_loop=True)
+    if case.name == "scan" and has_wide_loops(place.settings):
+        return dataclasses.replace(place, has_wide_loop=True)
+    return place
 
 
 # --- What a scan stacks and carries in half precision ---------------------------------
@@ -221,6 +227,8 @@ def _narrowed_stacks(
         wanted: What is wanted of its results.
         first: How many operands are not stacked.
     """
+    if place.has_wide_loop:
+        return widened(operands[first:])
     are_declared = tuple(v.facts.is_declared for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, wanted)
     return [
@@ -241,6 +249,8 @@ def _narrowed_results(
 
     And as the program stacks it, where that is half precision.
     """
+    if place.has_wide_loop:
+        return list(values)
 
     def narrowed(value: Value, demand: Demand, aval: Aval) -> Value:
         if value.dtype != FULL or value.facts.is_declared or not is_castable(aval):

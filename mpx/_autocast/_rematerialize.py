@@ -194,7 +194,8 @@ def _recomputed(
     are_sums = (
         facts[v].is_stored_in_half and x.dtype == FULL for v, x in arrays.items()
     )
-    stored = tuple(half if is_sum else None for is_sum in are_sums)
+    rounded = None if place.has_wide_loop else half
+    stored = tuple(rounded if is_sum else None for is_sum in are_sums)
     written = ahead.jaxpr.replace(
         invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
     )

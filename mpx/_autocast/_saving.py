@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.ad_checkpoint import Saveable, checkpoint_name
 from jax.extend.core import JaxprEqn, Primitive
 
@@ -33,15 +34,20 @@ class Saving:
     Attributes:
         policy: The policy that was given.
         depth: How many others it stands in; each saves what it says of its own.
+        keeps_wide: Whether no bfloat16 is saved, but float32 under a name: see `_wide`.
     """
 
     policy: Policy
     depth: int = 0
+    keeps_wide: bool = False
 
     def __call__(self, primitive: Primitive, *operands: Aval, **params: object) -> Any:
         """Whether the result of an operation is saved."""
         if primitive.name == "name" and params["name"] == self._name:
             return True
+        dtype = params.get("new_dtype", params.get("preferred_element_type"))
+        if self.keeps_wide and dtype == jnp.bfloat16:
+            return False
         return self.policy(primitive, *operands, **params)
 
     @property
@@ -49,7 +55,7 @@ class Saving:
         return f"a quantized product that the policy {self.depth} saves"
 
     def named(self, equation: JaxprEqn, result: AnyArray) -> AnyArray:
-        """The result of a quantized product, to be saved if the policy says so.
+        """The result of a product, to be saved if the policy says so.
 
         Args:
             equation: The product as it was written.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .._jax_compat import NEEDS_CPU_FORM
+from .._jax_compat import NEEDS_CPU_FORM, WIDENS_STACKS
 
 # (words of JAX's device kind or of NVIDIA's product name, compute capability), from
 # NVIDIA's list of CUDA GPUs; the first match holds. Devices report their capability
@@ -77,6 +77,11 @@ class Target:
         """
         has_units = self.capability >= (1, 0)
         return self.platform == "cpu" and (has_units or NEEDS_CPU_FORM)
+
+    @property
+    def widens_stacks(self) -> bool:
+        """Whether to write a part of a bfloat16 array costs as much as to write all."""
+        return self.platform == "cpu" and WIDENS_STACKS
 
     @property
     def has_fp8_units(self) -> bool:

@@ -157,6 +157,10 @@ def test_the_sum_of_two_norms_is_rounded_only_in_a_half_stream():
 # --- What a scan stacks ---------------------------------------------------------------
 
 
+# For a CPU and jax 0.10 loops keep float32: see `test_wide.py`.
+on_gpu = functools.partial(mpx.autocast, target="h100")
+
+
 def scan_of(func, *args):
     (found,) = [
         equation
@@ -180,11 +184,9 @@ def sum_of(func):
 
 def test_a_stacked_weight_with_one_use_is_cast_in_front_of_the_loop():
     ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
-    assert scan_of(mpx.autocast(layers), ws, x).invars[-1].aval.dtype == jnp.bfloat16
-    assert scan_of(mpx.autocast(layers_used_twice), ws, x).invars[-1].aval.dtype == (
-        np.float32
-    )
-    gradient = jax.make_jaxpr(jax.grad(sum_of(mpx.autocast(layers))))(ws, x)
+    assert scan_of(on_gpu(layers), ws, x).invars[-1].aval.dtype == jnp.bfloat16
+    assert scan_of(on_gpu(layers_used_twice), ws, x).invars[-1].aval.dtype == np.float32
+    gradient = jax.make_jaxpr(jax.grad(sum_of(on_gpu(layers))))(ws, x)
     stacked = [
         v.aval.dtype
         for equation, _ in equations(gradient)
@@ -204,7 +206,7 @@ def test_casting_in_front_of_a_loop_changes_no_bit():
     ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
     with jax.disable_jit():
         found, expected = (
-            jax.grad(sum_of(mpx.autocast(func)))(ws, x) for func in (layers, in_turn)
+            jax.grad(sum_of(on_gpu(func)))(ws, x) for func in (layers, in_turn)
         )
     np.testing.assert_array_equal(found, expected)
 
@@ -213,7 +215,7 @@ def test_recipes_get_stacked_weights_in_bfloat16_and_not_in_float16():
     """A loop reads half of the bytes; of float16 the range would not do."""
     ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
     for dtype, stacked in (("bfloat16", "bfloat16"), ("float16", "float32")):
-        cast = mpx.autocast(layers, dtype, recipe=mpx.Float8CurrentScaling())
+        cast = on_gpu(layers, dtype, recipe=mpx.Float8CurrentScaling())
         assert scan_of(cast, ws, x).invars[-1].aval.dtype == stacked
 
 
@@ -227,8 +229,8 @@ def test_what_only_products_take_of_a_scan_is_stacked_in_half():
         return ys @ w, jnp.exp(ys)
 
     w, xs = random(WIDTH, WIDTH), random(3, 8, WIDTH, seed=1)
-    assert scan_of(mpx.autocast(func), w, xs).outvars[-1].aval.dtype == jnp.bfloat16
-    assert scan_of(mpx.autocast(seen), w, xs).outvars[-1].aval.dtype == np.float32
+    assert scan_of(on_gpu(func), w, xs).outvars[-1].aval.dtype == jnp.bfloat16
+    assert scan_of(on_gpu(seen), w, xs).outvars[-1].aval.dtype == np.float32
 
 
 # --- What a scan carries --------------------------------------------------------------
@@ -268,7 +270,7 @@ def summed_losses(w, xs):
 def test_a_half_stream_is_carried_in_half(func):
     ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
     for stream, dtype in (("full", np.float32), ("half", jnp.bfloat16)):
-        cast = mpx.autocast(func, residual_stream=stream)
+        cast = on_gpu(func, residual_stream=stream)
         scan = scan_of(cast, ws, x)
         assert scan.outvars[0].aval.dtype == dtype
         assert cast(ws, x).dtype == np.float32
@@ -320,7 +322,7 @@ def cell_inputs():
 
 def test_a_recurrent_cell_keeps_its_gates_and_its_state():
     weights, xs = cell_inputs()
-    loss = mpx.autocast(read_out, residuals="small")
+    loss = on_gpu(read_out, residuals="small")
     kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], weights, xs)
     wide = [x for x in jax.tree.leaves(kept) if x.dtype == np.float32]
     # What each turn begins with.

@@ -55,12 +55,13 @@ def bytes_of_vjp(recipe):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
-def bytes_of_step(recipe):
+def bytes_of_step(recipe, target=None):
     """Of three pairs of layers in a scan: what a training step keeps."""
     loss = mpx.autocast(
         lambda weights, x: jnp.sum(scanned(weights, x)),
         recipe=recipe,
         rules=EVERY if recipe else None,
+        target=target,
     )
     stacked = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((BLOCKS, *leaf.shape), leaf.dtype), BLOCK
@@ -76,7 +77,8 @@ def bytes_of_step(recipe):
 def test_in_bfloat16_they_keep_operands_of_two_bytes():
     assert bytes_of_vjp(None) == HALF_BYTES
     loss = 4  # which the backward pass waits for
-    assert bytes_of_step(None) == BLOCKS * HALF_BYTES + loss
+    # For a CPU and jax 0.10 loops keep float32: see `test_wide.py`.
+    assert bytes_of_step(None, "h100") == BLOCKS * HALF_BYTES + loss
 
 
 @pytest.mark.filterwarnings("ignore:.*before its first step")

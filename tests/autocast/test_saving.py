@@ -109,7 +109,7 @@ def kept(loss, recipe=None, target=None):
 def test_what_is_saved_is_what_is_saved_without_a_recipe(way, is_scan):
     loss = loss_of(WAYS[way], is_scan)
     recipe, target = RECIPES["current, H100"]
-    assert kept(loss, recipe, target) == kept(loss)
+    assert kept(loss, recipe, target) == kept(loss, target=target)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if "delayed" not in r])
