@@ -38,6 +38,7 @@ class Step:
     Attributes:
         title: in words.
         model: a name of `models.on_cpu.MODELS`.
+        goals: of its speed with units, with jax 0.10 and with the newest.
         rounds: how often each arm is timed.
         rows: examples in a batch.
         tokens: of each; steps of an LSTM, the side of an image.
@@ -46,6 +47,7 @@ class Step:
 
     title: str
     model: str
+    goals: tuple[float, float]
     rounds: int
     rows: int
     width: int
@@ -59,64 +61,52 @@ class Step:
     def small(self) -> Step:
         """What tries the command."""
         rows = max(self.rows // 8, 1)
-        return dataclasses.replace(
-            self, layers=min(self.layers, 2), rows=rows, rounds=3
-        )
+        return dataclasses.replace(self, layers=1, rows=rows, rounds=3)
 
 
 STEPS = {
-    "mlp": Step("MLP, 4 x 1024, 512 rows", "mlp", 15, 512, 1024, 4),
+    "mlp": Step("MLP, 4 x 1024, 512 rows", "mlp", (2.8, 3.2), 15, 512, 1024, 4),
     "gpt": Step(
-        "GPT, 4 x 512, 8 x 256 tokens", "gpt", 5, 8, 512, 4, 256, 2048, 8, classes=8192
+        *("GPT, 4 x 512, 8 x 256 tokens", "gpt", (3.0, 3.0), 5),
+        *(8, 512, 4, 256, 2048, 8, 0, 8192),
     ),
     "vit384": Step(
-        "ViT, 4 x 384, 32 x 64 tokens", "vit", 7, 32, 384, 4, 64, 1536, 6, 48, 100
+        *("ViT, 4 x 384, 32 x 64 tokens", "vit", (3.5, 3.5), 5),
+        *(32, 384, 4, 64, 1536, 6, 48, 100),
     ),
     "vit": Step(
-        "ViT of `make train`: 3 x 64, 64 x 16", "vit", 25, 64, 64, 3, 16, 200, 4, 4, 10
+        *("ViT of `make train`, 3 x 64, 64 x 16 tokens", "vit", (1.5, 1.5), 25),
+        *(64, 64, 3, 16, 200, 4, 4, 10),
     ),
     "resnet": Step(
-        "ResNet, 64 to 256 channels, 16 x 32 x 32",
-        "resnet",
-        9,
-        16,
-        64,
-        3,
-        32,
-        classes=10,
+        *("ResNet, 64 to 256 channels, 16 x 32 x 32", "resnet", (1.1, 1.2), 9),
+        *(16, 64, 3, 32, 0, 0, 0, 10),
     ),
-    "lstm": Step("LSTM, 512, 64 x 64 steps", "lstm", 9, 64, 512, 1, 64, classes=256),
+    "lstm": Step(
+        *("LSTM, 512, 64 steps of 64 rows", "lstm", (1.5, 2.0), 9),
+        *(64, 512, 1, 64, 0, 0, 0, 256),
+    ),
 }
 FLOAT32, NAIVE, OURS = "float32", "naive bfloat16", "mpx bfloat16"
 FORM = "mpx bfloat16, form for AMX"
 AUTOCAST = "PyTorch autocast"
+_NEWEST = (FLOAT32, NAIVE, "Flax bfloat16", OURS)
+_NEWEST += ("mpx float16", "mpx delayed", "mpx current")
 # The first of each environment is what the others are compared with.
 ARMS = {
-    "ours": (
-        *(FLOAT32, NAIVE, "Flax bfloat16", OURS, FORM),
-        *("mpx float16", "mpx delayed", "mpx current"),
-    ),
-    "newest": (
-        *(FLOAT32, NAIVE, "Flax bfloat16", OURS),
-        *("mpx float16", "mpx delayed", "mpx current"),
-    ),
-    "peers": (FLOAT32, "MPX bfloat16", "JMP bfloat16"),
+    "ours": (*_NEWEST, FORM),
+    "newest": _NEWEST,
+    "peers": (FLOAT32, "JMP bfloat16", "MPX bfloat16"),
     "torch": ("PyTorch float32", AUTOCAST),
 }
+COLUMNS = (*ARMS["ours"][1:], *ARMS["peers"][1:], AUTOCAST)
 IN_TORCH = ("mlp", "gpt", "vit")
 FLAGS = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_int8 amx_fp16"
-# Speeds beside float32, with jax 0.10 and later: with units; without, for all.
-GOALS = {
-    "mlp": (2.8, 3.2),
-    "gpt": (3.0, 3.0),
-    "vit384": (3.5, 3.5),
-    "vit": (1.5, 1.5),
-    "resnet": (1.1, 1.2),
-    "lstm": (1.5, 2.0),
-}
+# Goals: speed without units; errors of gradients, but for the ResNet; with units, times
+# beside float32's (of an MLP with jax 0.10) and beside PyTorch's autocast.
 WITHOUT_UNITS = 0.95
-MOST_ERROR = 8e-3  # of gradients, but for the ResNet
-MOST_TIME = {"mpx delayed": 1.1, "mpx current": 1.25}  # of an MLP with jax 0.10
+MOST_ERROR = 8e-3
+MOST_TIME = {"mpx delayed": 1.1, "mpx current": 1.25}
 BESIDE_PYTORCH = {"mlp": 0.9, "gpt": 1.3}
 
 
@@ -145,12 +135,8 @@ def about(command: str) -> dict[str, Any]:
 def requests(options: Any, found: Results) -> list[dict[str, Any]]:
     """One for each step, to all environments that are here."""
     here = about(found.command)
-    known = results.read(found.name)
-    found.records += (
-        [record for record in known.records if record["units"] != here["units"]]
-        if known
-        else []
-    )
+    known = results.read(found.name) or found
+    found.records += [one for one in known.records if one["units"] != here["units"]]
     found.records.append(here)
     missing = [side for side, folder in MADE.items() if not (folder / "bin").is_dir()]
     found.notes += [
@@ -161,20 +147,11 @@ def requests(options: Any, found: Results) -> list[dict[str, Any]]:
     for name in options.models or STEPS:
         step = STEPS[name].small() if options.quick else STEPS[name]
         left_out = {*missing, *(() if step.model in IN_TORCH else ("torch",))}
-        names = {
-            side: list(arms) for side, arms in ARMS.items() if side not in left_out
-        }
+        names = {side: ARMS[side] for side in ARMS if side not in left_out}
         if here["units"]:
-            names["ours"].remove(FORM)  # what it does by itself
-        asked.append(
-            {
-                "sides": list(names),
-                "names": names,
-                "step": name,
-                "units": here["units"],
-                "sizes": dataclasses.asdict(step),
-            }
-        )
+            names["ours"] = _NEWEST  # the form is what it has by itself
+        of = {"step": name, "units": here["units"], "sizes": dataclasses.asdict(step)}
+        asked.append({"sides": list(names), "names": names, **of})
     return asked
 
 
@@ -202,13 +179,12 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"turn": index}
     same: dict[str, Any] = {key: request[key] for key in ("units", "step", "side")}
     same["of"] = f"{library.__name__} {library.__version__}"
-    for name, run, found in steps:
-        record = {**same, "arm": name, "load": os.getloadavg()[0]}
-        if run is None:
-            record |= {"ms": [], "seconds": found}
+    for name, run, error in steps:
+        record = {**same, "arm": name, "load": round(os.getloadavg()[0], 2)}
+        if run is None:  # what is found is the seconds of its only step
+            yield {"run": record | {"error": None, "ms": [round(1e3 * error)]}}
         else:
-            record |= {"ms": taken[name], "error": found}
-        yield {"run": record}
+            yield {"run": record | {"error": error, "ms": taken[name]}}
 
 
 def _seconds(*runs: Any) -> float:
@@ -246,8 +222,8 @@ def beside_pytorch(runs: Runs, step: str, side: str) -> float:
 
 
 def _quartiles(above: Any, below: Any) -> tuple[float, float, float]:
-    if above is None or below is None or not below["ms"]:
-        return math.nan, math.nan, math.nan
+    if above is None or below is None or len(above["ms"]) != len(below["ms"]):
+        return math.nan, math.nan, math.nan  # or run once, because it is slow
     ratios = [a / b for a, b in zip(above["ms"], below["ms"], strict=True)]
     first, middle, last = statistics.quantiles(ratios, method="inclusive")
     return first, middle, last
@@ -266,8 +242,8 @@ def tables(found: Results) -> Iterator[Table]:
                 rows,
                 [
                     "*ms* and *speed* are medians, *error* is that of all gradients "
-                    "beside float32's, *load* the machine's at the end, of which what is "
-                    "measured makes 2. Blank: too slow, run once."
+                    "beside float32's, *load* the machine's at the end, in which this "
+                    "run has its part. Blank: too slow, run once."
                 ],
             )
 
@@ -276,44 +252,29 @@ def _kind(units: bool) -> str:
     return f"CPU with{'' if units else 'out'} units for bfloat16 (AMX)"
 
 
-COLUMNS = {
-    "naive": ("own", NAIVE),
-    "Flax": ("own", "Flax bfloat16"),
-    "JMP": ("peers", "JMP bfloat16"),
-    "MPX": ("peers", "MPX bfloat16"),
-    "mpx": ("own", OURS),
-    "mpx, form for AMX": ("own", FORM),
-    "mpx float16": ("own", "mpx float16"),
-    "mpx delayed": ("own", "mpx delayed"),
-    "mpx current": ("own", "mpx current"),
-    "PyTorch": ("torch", AUTOCAST),
-}
-
-
 def _speed_table(found: Results, units: bool) -> Table:
     heads = ["step", "jax", "float32, ms", *COLUMNS, "mpx to PyTorch, time"]
     runs, notes, rows = runs_of(found, units), [], []
     for step, side in itertools.product(STEPS, ("ours", "newest")):
         base = runs.get((step, side, FLOAT32))
-        if base is None and runs:
-            continue
-        row = [STEPS[step].title, side if base is None else base["of"].split()[1]]
-        row.append("" if base is None else f"{statistics.median(base['ms']):.1f}")
-        for where, arm in COLUMNS.values():
+        if base is not None:
+            row = [STEPS[step].title, base["of"].split()[1]]
+            row.append(f"{statistics.median(base['ms']):.1f}")
             # The predecessors have the JAX of ours, and PyTorch is shown once.
-            of = side if where == "own" else where if side == "ours" else "none"
-            row.append(
-                _text(speeds(runs, step, of, arm)[1] if of in ARMS else math.nan)
-            )
-        rows.append([*row, _text(beside_pytorch(runs, step, side))])
+            sides = ("ours", "peers", "torch") if side == "ours" else (side,)
+            for arm in COLUMNS:
+                of = next((each for each in sides if arm in ARMS[each]), None)
+                row.append("" if of is None else _text(speeds(runs, step, of, arm)[1]))
+            rows.append([*row, _text(beside_pytorch(runs, step, side))])
+        elif not runs:
+            rows.append([STEPS[step].title, side, *[""] * (len(heads) - 2)])
     for one in found.records:
         if one["units"] == units and "cpu" in one:
-            flags = ", ".join(one["flags"])
             notes.append(
-                "Median of float32's time over the arm's of the same round, PyTorch's "
-                "beside its own float32; higher is better. Blank: no such model, or not "
-                "of this environment. *naive*, *Flax*, *JMP* and *MPX* are in bfloat16; "
-                f"*mpx* is `mpx.autocast(loss)`. {one['cpu']} ({flags}); load before "
+                "Median of float32's time over the arm's of the same round, PyTorch "
+                "beside its own float32; higher is better. Blank: no such model, or "
+                "another environment. *mpx bfloat16* is `mpx.autocast(loss)`. "
+                f"{one['cpu']} ({', '.join(one['flags'])}); load before "
                 f"{one['load']:.1f}; `{one['command']}`, {one['commit']}."
             )
     notes = notes or ["Not measured: no machine with `amx_bf16` yet." if units else ""]
@@ -324,27 +285,22 @@ _ORDER = [(step, side, arm) for step in STEPS for side in ARMS for arm in ARMS[s
 
 
 def _rows(runs: Runs) -> Iterator[Sequence[str]]:
-    ordered = sorted(runs.items(), key=lambda item: _ORDER.index(item[0]))
-    for (step, side, arm), run in ordered:
-        first, middle, last = speeds(runs, step, side, arm)
-        what = f"{STEPS[step].title}, {run['of']}{', peers' if side == 'peers' else ''}"
-        if "seconds" in run:
-            yield what, arm, f"{1e3 * run['seconds']:.0f}", "", "", "", "1", ""
-            continue
+    for key in sorted(runs, key=_ORDER.index):
+        run, (first, middle, last) = runs[key], speeds(runs, *key)
         yield (
-            what,
-            arm,
+            f"{STEPS[key[0]].title}, {run['of']}{', peers' * (key[1] == 'peers')}",
+            key[2],
             f"{statistics.median(run['ms']):.1f}",
-            ratio(middle),
-            f"{first:.2f} to {last:.2f}",
+            _text(middle),
+            _text(first, f"{first:.2f} to {last:.2f}"),
             f"{run['error']:.1e}" if run["error"] else "",
             str(len(run["ms"])),
             f"{run['load']:.1f}",
         )
 
 
-def _text(value: float) -> str:
-    return "" if math.isnan(value) else ratio(value)
+def _text(value: float, text: str = "") -> str:
+    return "" if math.isnan(value) else text or ratio(value)
 
 
 def goals(found: Results) -> Iterator[Goal]:
@@ -355,13 +311,13 @@ def goals(found: Results) -> Iterator[Goal]:
             what = f"{STEPS[step].title}, {run['of']}, {_kind(units)}: {arm}"
             speed = speeds(runs, step, side, arm)[1]
             if arm == OURS:
-                least = GOALS[step][side == "newest"] if units else WITHOUT_UNITS
+                least = STEPS[step].goals[side == "newest"] if units else WITHOUT_UNITS
                 text = f"{what} at least {least} times float32's speed: {speed:.2f}"
                 yield Goal(text, speed >= least)
-                if STEPS[step].model != "resnet" and "error" in run:
-                    text = f"{what}, gradients' error below {MOST_ERROR}"
-                    yield Goal(f"{text}: {run['error']:.1e}", run["error"] < MOST_ERROR)
-                share = beside_pytorch(runs, step, side)
+                error, share = run["error"], beside_pytorch(runs, step, side)
+                if STEPS[step].model != "resnet" and error is not None:
+                    text = f"{what}, gradients' error below {MOST_ERROR}: {error:.1e}"
+                    yield Goal(text, error < MOST_ERROR)
                 if units and step in BESIDE_PYTORCH and not math.isnan(share):
                     most = BESIDE_PYTORCH[step]
                     text = f"{what} at most {most} times PyTorch's time: {share:.2f}"

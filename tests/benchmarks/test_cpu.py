@@ -1,6 +1,5 @@
 """Steps timed on a CPU: ratios, blanks and tables; that arms compute the same."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -54,6 +53,7 @@ def test_tables_have_blanks_where_nothing_was_measured():
     found = found_runs(
         run("newest", NEWEST, cpu.OURS, [1.0] * 3),
         run("newest", NEWEST, cpu.FLOAT32, [3.0] * 3, error=0.0),
+        run("newest", NEWEST, "mpx delayed", [12_500.0], error=None),  # too slow
         run("ours", OURS, cpu.FLOAT32, [2.0] * 3, error=0.0),
         run("ours", OURS, cpu.FORM, [4.0] * 3),
         run("torch", "torch 2", "PyTorch float32", [2.0] * 3, error=0.0),
@@ -64,25 +64,25 @@ def test_tables_have_blanks_where_nothing_was_measured():
     assert with_units.notes == ["Not measured: no machine with `amx_bf16` yet."]
     assert [row[0] for row in with_units.rows[:2]] == [title] * 2
     assert not any(cell for row in with_units.rows for cell in row[2:])
-    heads = list(without.heads)
-    assert [dict(zip(heads, row, strict=True)) for row in without.rows] == [
-        dict.fromkeys(heads, "")
-        | {"step": title, "jax": "0.10.2", "float32, ms": "2.0"}
-        | {"mpx, form for AMX": "0.50", "PyTorch": "1.00"},
-        dict.fromkeys(heads, "")
-        | {"step": title, "jax": "0.12.0.1", "float32, ms": "3.0"}
-        | {"mpx": "3.00", "mpx to PyTorch, time": "0.50"},
+    rows = [dict(zip(without.heads, row, strict=True)) for row in without.rows]
+    assert [{head: cell for head, cell in row.items() if cell} for row in rows] == [
+        {"step": title, "jax": "0.10.2", "float32, ms": "2.0"}
+        | {cpu.FORM: "0.50", cpu.AUTOCAST: "1.00"},
+        {"step": title, "jax": "0.12.0.1", "float32, ms": "3.0"}
+        | {cpu.OURS: "3.00", "mpx to PyTorch, time": "0.50"},
     ]
     # In the order of environments and arms, not in that of the records.
-    assert [(row[0], row[1], row[3]) for row in each.rows] == [
-        (f"{title}, jax 0.10.2", cpu.FLOAT32, "1.00"),
-        (f"{title}, jax 0.10.2", cpu.FORM, "0.50"),
-        (f"{title}, jax 0.12.0.1", cpu.FLOAT32, "1.00"),
-        (f"{title}, jax 0.12.0.1", cpu.OURS, "3.00"),
-        (f"{title}, torch 2", "PyTorch float32", "1.00"),
-        (f"{title}, torch 2", cpu.AUTOCAST, "1.00"),
+    first, second, third = (f"{title}, {of}" for of in (OURS, NEWEST, "torch 2"))
+    assert [row[:5] for row in each.rows] == [
+        (first, cpu.FLOAT32, "2.0", "1.00", "1.00 to 1.00"),
+        (first, cpu.FORM, "4.0", "0.50", "0.50 to 0.50"),
+        (second, cpu.FLOAT32, "3.0", "1.00", "1.00 to 1.00"),
+        (second, cpu.OURS, "1.0", "3.00", "3.00 to 3.00"),
+        (second, "mpx delayed", "12500.0", "", ""),
+        (third, "PyTorch float32", "2.0", "1.00", "1.00 to 1.00"),
+        (third, cpu.AUTOCAST, "2.0", "1.00", "1.00 to 1.00"),
     ]
-    assert each.rows[1][4:] == ("0.50 to 0.50", "1.0e-03", "3", "0.5")
+    assert each.rows[1][5:] == ("1.0e-03", "3", "0.5")
 
 
 @pytest.mark.parametrize(
@@ -178,19 +178,6 @@ def test_the_error_is_that_of_the_gradients():
     half[1]()  # a step
 
 
-def test_what_is_too_slow_is_said_and_not_compared():
-    slow = run("ours", OURS, cpu.OURS, [])
-    del slow["error"]
-    base = run("ours", OURS, cpu.FLOAT32, [2.0] * 3, error=0.0)
-    found = found_runs(base, slow | {"seconds": 12.5})
-    _, speeds, each = cpu.tables(found)
-    assert speeds.rows[0][2:] == ["2.0", *[""] * 11]
-    assert each.rows[1][1:] == (cpu.OURS, "12500", *[""] * 3, "1", "")
-    (goal,) = cpu.goals(found)
-    assert not goal.met
-
-
-def test_all_steps_have_a_goal_and_a_model():
-    assert cpu.GOALS.keys() == cpu.STEPS.keys()
+def test_all_models_are_measured():
     assert {step.model for step in cpu.STEPS.values()} == on_cpu.MODELS.keys()
-    assert dataclasses.asdict(cpu.STEPS["mlp"].small())["rounds"] >= 2
+    assert cpu.STEPS["gpt"].small().rounds >= 2  # of which there are quartiles
