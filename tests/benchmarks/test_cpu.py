@@ -144,6 +144,24 @@ def test_workers_take_turns():
     assert closed == ["b", "a", "a"]  # the last b had not begun
 
 
+@pytest.mark.slow
+def test_a_worker_waits_for_its_turn():
+    of = {"units": False, "step": "mlp", "names": {"ours": [cpu.FLOAT32]}}
+    of["sizes"] = {"model": "mlp", "rounds": 2, **SMALL}
+    request = {"task": "time.cpu", "side": "ours", **of}
+    workers = {"ours": processes.ask("ours", request, None, turns=True)}
+    (_, versions), *turns, (_, last) = processes.in_turns(workers)
+    assert "versions" in versions
+    assert [answer["turn"] for _, answer in turns] == ["built", 0, 1]
+    assert len(last["run"]["ms"]) == 2 and last["run"]["arm"] == cpu.FLOAT32
+
+
+def test_versions_of_all_environments_are_said():
+    found = found_runs()
+    found.versions = {"ours": {"jax": "1"}, "newest": {"jax": "2", "optax": "3"}}
+    assert found.versions_line() == "jax 1 and 2, optax 3"
+
+
 SMALL = {"rows": 2, "width": 8, "layers": 1, "hidden": 16, "heads": 2, "tokens": 4}
 SMALL |= {"patch": 4, "classes": 5}
 
