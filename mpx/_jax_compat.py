@@ -20,8 +20,8 @@ import jax.ad_checkpoint
 from jax.core import AbstractValue
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
-from jax.interpreters import ad, partial_eval
-from jax.sharding import AbstractMesh, Mesh
+from jax.interpreters import ad, mlir, partial_eval
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 # Since jaxlib 0.11 XLA's CPU compiler sums some products of bfloat16 in bfloat16.
@@ -123,16 +123,26 @@ def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
+def is_shared_by_devices(context: Any) -> bool:
+    """Whether the compiler divides among devices what is lowered in a context."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):  # by hand, over some axes of a mesh
+        return set(axes.manual_axes) != set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 1) != 1
+
+
 def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:
     """The sharding that a type says, of an array whose axes are in another order.
 
-    None without a mesh.
+    None without a mesh; on all devices where the type says none.
     """
     sharding = aval.sharding
-    if sharding.mesh.empty:
-        return None
-    entries = tuple(sharding.spec[axis] for axis in order)
-    return sharding.update(spec=sharding.spec.update(partitions=entries))
+    if not sharding.mesh.empty:
+        entries = tuple(sharding.spec[axis] for axis in order)
+        return sharding.update(spec=sharding.spec.update(partitions=entries))
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = PartitionSpec(*(None,) * len(order))
+    return None if mesh.empty else NamedSharding(mesh, spec)
 
 
 def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .._cpu_products import in_cpu_form
 from .._jax_compat import (
     bind_equation,
     equation_context,
@@ -30,6 +31,7 @@ from .._program import (
     parts,
     properties,
 )
+from .._quantize import target_from
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom
 from ._bias import with_rounded_gradient
@@ -48,7 +50,6 @@ from ._context import (
     stream,
 )
 from ._convert import converted
-from ._cpu_products import for_cpu
 from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Demand, Wanted, demands_of
 from ._lookup import finds_one_in_each_row, look_up
@@ -399,7 +400,9 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     params = dict(case.equation.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    equation = for_cpu(case, case.equation.replace(params=params), arrays)
+    equation = case.equation.replace(params=params)
+    if (case.settings.target or target_from(None)).wants_cpu_form:
+        equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
     return list(map(computed, bind(equation, *arrays)))

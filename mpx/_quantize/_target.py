@@ -44,7 +44,7 @@ _TPUS |= {"6e": " v6e", "6lite": " v6e"}
 _TPUS |= {"7": "7x", "7x": "7x"}
 _KNOWN = (
     '"cpu"',
-    '"cpu amx"',
+    '"cpu bf16"',
     *(f'"{name}"' for name, _ in _GPUS),
     'CUDA compute capabilities such as "sm_90"',
     *(f'"tpu {name}"' for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e")),
@@ -61,7 +61,7 @@ class Target:
             another one, of which nothing is known.
         name: What it is called in words.
         capability: CUDA's compute capability, or a TPU's generation and 0; of a CPU
-            with AMX's units for bfloat16 (1, 0).
+            with units for bfloat16 (1, 0).
     """
 
     platform: str
@@ -102,17 +102,23 @@ class Target:
 
 
 CPU = Target("cpu", "cpu")
-CPU_WITH_UNITS = Target("cpu", "cpu amx", (1, 0))
+CPU_WITH_UNITS = Target("cpu", "cpu bf16", (1, 0))
+
+
+# What Linux says of an x86 CPU that has units, and of its maker. Of Intel's it is AMX:
+# without it their AVX512-BF16 gained nothing when it was measured.
+_UNITS = (("amx_bf16", ""), ("avx512_bf16", "AuthenticAMD"))
 
 
 @functools.cache
 def this_cpu() -> Target:
     """The CPU of this machine, as Linux tells; elsewhere one without units."""
     try:
-        words = pathlib.Path("/proc/cpuinfo").read_text().split()
+        words = {*pathlib.Path("/proc/cpuinfo").read_text().split(), ""}
     except OSError:
-        words = []
-    return CPU_WITH_UNITS if "amx_bf16" in words else CPU
+        return CPU
+    has_units = any(words.issuperset(pair) for pair in _UNITS)
+    return CPU_WITH_UNITS if has_units else CPU
 
 
 def target_from(value: object) -> Target:
@@ -137,7 +143,7 @@ def read_target(
     nothing), make no difference.
 
     Args:
-        value: "cpu", or "cpu amx" with AMX; "sm_90" and the like; the name of a GPU,
+        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU,
             "H100" or "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
         argument: What was given, for messages.
         among: The names that are possible here; all if left out.

@@ -12,14 +12,16 @@ docs/contributing/internals.md, "Products on a CPU".
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._cpu_form import multiply_to_float32
+from ._cpu_form import DimensionNumbers
+
+Multiply = Callable[[Array, Array, DimensionNumbers], Array]
 
 # The most products that a convolution becomes, and how many numbers they must sum.
 _MOST_PRODUCTS = 9
@@ -62,7 +64,7 @@ def convolve_to_float32(
     dimension_numbers: Any,
     feature_group_count: int,
     batch_group_count: int,
-    precision: Any,
+    multiply: Multiply,
 ) -> Array | None:
     """A convolution of bfloat16 as products with float32 results.
 
@@ -76,7 +78,7 @@ def convolve_to_float32(
         dimension_numbers: Which axis is which.
         feature_group_count: Groups.
         batch_group_count: Groups of the batch.
-        precision: How exactly to multiply.
+        multiply: What multiplies, given two operands and dimension numbers.
 
     Returns:
         The result; None where a convolution is as fast, or not known to be slower.
@@ -94,9 +96,9 @@ def convolve_to_float32(
         (low, high, hole - 1)
         for (low, high), hole in zip(padding, lhs_dilation, strict=True)
     ]
-    y = _scattered(x, w, padded, window_strides, precision)
+    y = _scattered(x, w, padded, window_strides, multiply)
     if y is None:
-        y = _gathered(x, w, padded, window_strides, rhs_dilation, precision)
+        y = _gathered(x, w, padded, window_strides, rhs_dilation, multiply)
     if y is None:
         return None
     order = [0] * y.ndim
@@ -111,7 +113,7 @@ def _scattered(
     w: Array,
     padded: Sequence[tuple[int, int, int]],
     strides: Sequence[int],
-    precision: Any,
+    multiply: Multiply,
 ) -> Array | None:
     """A convolution whose input has holes, each place multiplied before it is moved.
 
@@ -121,12 +123,12 @@ def _scattered(
     """
     window = w.shape[:-2]
     if set(window) == {1} == set(strides) and w.shape[-2] >= _LEAST_SUM:
-        y = _multiply(x, w.reshape(w.shape[-2:]), precision)
+        y = _over_channels(multiply, x, w.reshape(w.shape[-2:]))
         return lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *padded, (0, 0, 0)])
     holes = tuple(hole + 1 for _, _, hole in padded)
     if holes != window or set(strides) != {1} or w.shape[-2] < _LEAST_SUM:
         return None
-    y = _multiply(x, jnp.flip(w, range(len(window))), precision, inputs=w.ndim - 2)
+    y = _over_channels(multiply, x, jnp.flip(w, range(len(window))), w.ndim - 2)
     # [batch, *places, *window, features] to [batch, place, window, ..., features]
     count = len(window)
     pairs = [axis for i in range(count) for axis in (1 + i, 1 + count + i)]
@@ -147,7 +149,7 @@ def _gathered(
     padded: Sequence[tuple[int, int, int]],
     strides: Sequence[int],
     holes: Sequence[int],
-    precision: Any,
+    multiply: Multiply,
 ) -> Array | None:
     if any(hole for _, _, hole in padded):
         return None
@@ -162,22 +164,22 @@ def _gathered(
     windows, results = math.prod(form.window), math.prod(places)
     sum_length, sides = w.shape[-2], min(x.shape[0], w.shape[-1])
     if windows == 1:
-        return _by_window(form, precision) if sum_length >= _LEAST_SUM else None
+        return _by_window(form, multiply) if sum_length >= _LEAST_SUM else None
     if results == 1 and sides >= _LEAST_SUM:
-        return _by_place(form, precision)
+        return _by_place(form, multiply)
     if form.window == form.strides and set(holes) == {1}:
         is_long = windows * sum_length >= _LEAST_SUM
-        return _of_patches(form, precision) if is_long else None
+        return _of_patches(form, multiply) if is_long else None
     if form.places == form.holes and set(strides) == {1}:
-        return _of_places_apart(form, precision)
+        return _of_places_apart(form, multiply)
     if results <= _MOST_PRODUCTS and sides >= _LEAST_SIDE:
-        return _by_place(form, precision)
+        return _by_place(form, multiply)
     if windows <= _MOST_PRODUCTS and sum_length >= _LEAST_FEATURES:
-        return _by_window(form, precision)
+        return _by_window(form, multiply)
     return None
 
 
-def _of_patches(form: _Form, precision: Any) -> Array:
+def _of_patches(form: _Form, multiply: Multiply) -> Array:
     """Windows that touch: their places are an axis each."""
     x, count = form.x, len(form.window)
     ends = [n * k for n, k in zip(form.places, form.window, strict=True)]
@@ -186,10 +188,10 @@ def _of_patches(form: _Form, precision: Any) -> Array:
     x = x.reshape(x.shape[0], *pairs, x.shape[-1])
     inside = [2 + 2 * i for i in range(count)]
     numbers = (*inside, x.ndim - 1), tuple(range(count + 1))
-    return multiply_to_float32(x, form.w, (numbers, ((), ())), precision)
+    return multiply(x, form.w, (numbers, ((), ())))
 
 
-def _of_places_apart(form: _Form, precision: Any) -> Array:
+def _of_places_apart(form: _Form, multiply: Multiply) -> Array:
     """The gradient of the weight of such windows: holes as wide as the result."""
     x, count = form.x, len(form.window)
     ends = [n * k for n, k in zip(form.holes, form.window, strict=True)]
@@ -202,20 +204,20 @@ def _of_places_apart(form: _Form, precision: Any) -> Array:
     x = x.reshape(x.shape[0], *pairs, x.shape[-1])
     outside = [1 + 2 * i for i in range(count)]
     numbers = (*outside, x.ndim - 1), tuple(range(count + 1))
-    return multiply_to_float32(x, form.w, (numbers, ((), ())), precision)
+    return multiply(x, form.w, (numbers, ((), ())))
 
 
-def _by_window(form: _Form, precision: Any) -> Array:
+def _by_window(form: _Form, multiply: Multiply) -> Array:
     """One product for each place of the window."""
     total: Any = 0
     for place in itertools.product(*map(range, form.window)):
         firsts = [i * d for i, d in zip(place, form.holes, strict=True)]
         x = _sliced(form.x, firsts, form.places, form.strides)
-        total = total + _multiply(x, form.w[place], precision)
+        total = total + _over_channels(multiply, x, form.w[place])
     return total
 
 
-def _by_place(form: _Form, precision: Any) -> Array:
+def _by_place(form: _Form, multiply: Multiply) -> Array:
     """One product for each place of the result."""
     window = form.window
     numbers = tuple(range(1, form.x.ndim)), tuple(range(form.w.ndim - 1))
@@ -223,7 +225,7 @@ def _by_place(form: _Form, precision: Any) -> Array:
     for place in itertools.product(*map(range, form.places)):
         firsts = [i * s for i, s in zip(place, form.strides, strict=True)]
         x = _sliced(form.x, firsts, window, form.holes)
-        results.append(multiply_to_float32(x, form.w, (numbers, ((), ())), precision))
+        results.append(multiply(x, form.w, (numbers, ((), ()))))
     y = jnp.stack(results, 1)
     return y.reshape(y.shape[0], *form.places, y.shape[-1])
 
@@ -238,7 +240,6 @@ def _sliced(
     return x[(slice(None), *parts)]
 
 
-def _multiply(x: Array, w: Array, precision: Any, inputs: int = 0) -> Array:
-    """Over channels, which are the last axis of `x`."""
-    numbers = (((x.ndim - 1,), (inputs,)), ((), ()))
-    return multiply_to_float32(x, w, numbers, precision)
+def _over_channels(multiply: Multiply, x: Array, w: Array, inputs: int = 0) -> Array:
+    """A product over the channels, which are the last axis of `x`."""
+    return multiply(x, w, (((x.ndim - 1,), (inputs,)), ((), ())))

@@ -7,7 +7,7 @@ name knows this one, and a policy of `jax.checkpoint` is asked about JAX's.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,70 +18,100 @@ from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from .._cpu_form import DimensionNumbers, multiply_to_float32
-from .._jax_compat import answer_policies_for, bind_equation, permuted_sharding
-from .._program import run_by
-from .._quantize import target_from
-from .._typing import AnyArray
 from ._cpu_convolution import convolve_to_float32
-from ._decide import Case
+from ._cpu_form import DimensionNumbers, multiply_in_order
+from ._jax_compat import (
+    answer_policies_for,
+    bind_equation,
+    is_shared_by_devices,
+    permuted_sharding,
+)
+from ._program import run_by
+from ._typing import AnyArray
 
-_BFLOAT16 = np.dtype("bfloat16")
+_BFLOAT16, _FLOAT32 = np.dtype("bfloat16"), np.dtype("float32")
 
 
-def for_cpu(case: Case, equation: JaxprEqn, arrays: list[AnyArray]) -> JaxprEqn:
-    """The equation of a product, or of one that a CPU computes in another form."""
+def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
+    """The equation of a product, or one that a CPU computes in the form for it."""
     twin = _TWINS.get(equation.primitive)
-    if twin is None or any(x.dtype != _BFLOAT16 for x in arrays):
-        return equation
-    target = case.settings.target or target_from(None)
-    return equation.replace(primitive=twin) if target.wants_cpu_form else equation
+    is_taken = twin is not None and all(x.dtype == _BFLOAT16 for x in arrays)
+    return equation.replace(primitive=twin) if is_taken else equation
 
 
-def _dot_general(left: Array, right: Array, **params: Any) -> Array:
-    if not _is_plain(left, right, params):
+def multiply_to_float32(
+    left: AnyArray, right: AnyArray, dimension_numbers: DimensionNumbers
+) -> Array:
+    """The float32 product of two bfloat16 operands, in the form for CPUs.
+
+    It is not to be differentiated.
+
+    Args:
+        left: The left operand.
+        right: The right operand.
+        dimension_numbers: Those of `jax.lax.dot_general`.
+    """
+
+    def product(left: AnyArray, right: AnyArray) -> Array:
+        return lax.dot_general(
+            left, right, dimension_numbers, preferred_element_type=_FLOAT32
+        )
+
+    return _replayed(_TWINS[dot_general_p], dot_general_p, product, left, right)
+
+
+def _dot_general(is_shared: bool, left: Array, right: Array, **params: Any) -> Array:
+    if not _is_taken(left, right, params):
         return dot_general_p.bind(left, right, **params)
-    wide = multiply_to_float32(left, right, **_without_dtype(params))
-    return lax.convert_element_type(wide, _BFLOAT16)
+    dtype = params.pop("preferred_element_type") or _BFLOAT16
+    wide = multiply_in_order(left, right, **params, is_shared=is_shared)
+    return lax.convert_element_type(wide, dtype)
 
 
-def _convolution(left: Array, right: Array, **params: Any) -> Array:
-    wide, rest = None, _without_dtype(params)
+def _convolution(is_shared: bool, left: Array, right: Array, **params: Any) -> Array:
+    wide = None
     # Since some version of JAX it may be said where the result lies.
-    is_free = rest.pop("out_sharding", None) is None
-    if is_free and _is_plain(left, right, params):
-        wide = convolve_to_float32(left, right, **rest)
+    if _is_taken(left, right, params) and params.get("out_sharding") is None:
+        others = ("preferred_element_type", "out_sharding", "precision")
+        rest = {name: value for name, value in params.items() if name not in others}
+        multiply = functools.partial(
+            multiply_in_order, precision=params["precision"], is_shared=is_shared
+        )
+        wide = convolve_to_float32(left, right, **rest, multiply=multiply)
     if wide is None:
         return conv_general_dilated_p.bind(left, right, **params)
-    return lax.convert_element_type(wide, _BFLOAT16)
+    return lax.convert_element_type(wide, params["preferred_element_type"] or _BFLOAT16)
 
 
-def _is_plain(left: Array, right: Array, params: dict[str, Any]) -> bool:
+def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
     """Whether a product is of bfloat16, and no algorithm for it is asked for.
 
     A program that was emitted is one like others: it may be rewritten in another dtype.
     """
-    dtypes = {left.dtype, right.dtype, params["preferred_element_type"] or _BFLOAT16}
-    is_asked_for = isinstance(
-        params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset
-    )
-    return dtypes == {_BFLOAT16} and not is_asked_for
-
-
-def _without_dtype(params: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in params.items() if k != "preferred_element_type"}
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    is_half = left.dtype == right.dtype == _BFLOAT16
+    is_known = params["preferred_element_type"] in (None, _BFLOAT16, _FLOAT32)
+    return is_half and is_known and not isinstance(params["precision"], algorithms)
 
 
 # --- Primitives that are others everywhere but on a CPU -------------------------------
 
 
 def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
+    """A primitive that differs from another one by its lowering for CPUs.
+
+    Args:
+        original: The other one: bilinear, with one result.
+        on_cpu: What a CPU computes, given whether devices share it, and all operands
+            and parameters.
+    """
     twin = Primitive(original.name)
     twin.def_effectful_abstract_eval(original.abstract_eval)
 
     @twin.def_impl
     def _(*operands: Any, **params: Any) -> Any:
-        return _compiled(twin, tuple(params.items()))(*operands)
+        with jax.disable_jit(False):
+            return _compiled(twin, tuple(params.items()))(*operands)
 
     ad.defbilinear(
         twin,
@@ -102,8 +132,13 @@ def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
 
     batching.fancy_primitive_batchers[twin] = batched
     lower = functools.partial(mlir.lower_fun, multiple_results=False)
+
+    def lower_on_cpu(context: Any, *operands: Any, **params: Any) -> Any:
+        form = functools.partial(on_cpu, is_shared_by_devices(context))
+        return lower(form)(context, *operands, **params)
+
     mlir.register_lowering(twin, lower(original.bind))
-    mlir.register_lowering(twin, lower(on_cpu), platform="cpu")
+    mlir.register_lowering(twin, lower_on_cpu, platform="cpu")
     answer_policies_for(twin, original)
     return twin
 
