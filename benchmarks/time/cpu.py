@@ -249,7 +249,7 @@ def tables(found: Results) -> Iterator[Table]:
 
 
 def _kind(units: bool) -> str:
-    return f"CPU with{'' if units else 'out'} units for bfloat16 (AMX)"
+    return "CPU with AMX's units for bfloat16" if units else "CPU without AMX"
 
 
 def _speed_table(found: Results, units: bool) -> Table:
@@ -272,8 +272,9 @@ def _speed_table(found: Results, units: bool) -> Table:
         if one["units"] == units and "cpu" in one:
             notes.append(
                 "Median of float32's time over the arm's of the same round, PyTorch "
-                "beside its own float32; higher is better. Blank: no such model, or "
-                "another environment. *mpx bfloat16* is `mpx.autocast(loss)`. "
+                "beside its own float32; higher is better. Blank: no such model, "
+                "another environment, or the form that *mpx bfloat16* (that is "
+                "`mpx.autocast(loss)`) has anyway, with AMX or since jax 0.11. "
                 f"{one['cpu']} ({', '.join(one['flags'])}); load before "
                 f"{one['load']:.1f}; `{one['command']}`, {one['commit']}."
             )
