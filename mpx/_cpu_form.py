@@ -49,7 +49,7 @@ def multiply_in_order(
             lb = tuple(range(len(lb)))
             lc = tuple(range(len(lb) + len(free), left.ndim))
             rc = tuple(axis for _, axis in pairs)
-        left = _in_order(left, is_shared)
+        left, right = _in_order(left, is_shared), _in_order(right, is_shared)
     return lax.dot_general(
         left,
         right,

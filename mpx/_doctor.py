@@ -25,8 +25,9 @@ _PUBLISHED = "mixed-precision-for-JAX"
 # Of CUDA's compute capabilities: products in float16 came with Volta, in bfloat16 with
 # Ampere (CUDA C++ Programming Guide, "Arithmetic instructions").
 _FLOAT16, _BFLOAT16 = (7, 0), (8, 0)
-# Since these, XLA's compiler for CPUs sums some bfloat16 products in bfloat16:
-# docs/numerics.md, "On a CPU".
+_OF_A_CPU = (1, 0)  # AMX, or AVX512-BF16 of AMD: `_quantize/_target.py`
+# Since these, XLA's compiler for CPUs sums some bfloat16 products in bfloat16, of those
+# that autocast does not emit: docs/numerics.md, "On a CPU".
 _SUMS_IN_BFLOAT16 = (0, 11)
 _FLAG = "xla_cpu_experimental_ynn_fusion_type="
 
@@ -53,7 +54,8 @@ def precisions(target: Target) -> tuple[Precision, ...]:
     units = {
         "float16": cuda and target.capability >= _FLOAT16,
         "bfloat16": target.platform == "tpu"
-        or (cuda and target.capability >= _BFLOAT16),
+        or (cuda and target.capability >= _BFLOAT16)
+        or (target.platform == "cpu" and target.capability >= _OF_A_CPU),
         "FP8": target.has_fp8_units,
         "MXFP8, NVFP4": target.has_block_units,
     }
@@ -115,7 +117,8 @@ def find_problems(devices: Sequence[Any]) -> list[str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if on_cpu and version >= _SUMS_IN_BFLOAT16 and _FLAG not in flags:
         found.append(
-            f"On a CPU, XLA of JAX {jax.__version__} sums some matmuls in bfloat16:\n"
+            f"On a CPU, XLA of JAX {jax.__version__} sums some matmuls in bfloat16,\n"
+            "  of those that `mpx.autocast` does not emit:\n"
             f"  `export XLA_FLAGS=--{_FLAG}` (docs/numerics.md, On a CPU)."
         )
     return found

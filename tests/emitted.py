@@ -9,9 +9,9 @@
 
 One text for each program of the zoo, of other packages as far as they are installed,
 and of the examples, in each precision: its jaxpr with the names of JAX's own printer,
-which depend on nothing but the program, and what `mpx.explain` says of it. Addresses in
-memory and paths of this machine are left out. A program that raises has its error as
-its text, which is to stay, too.
+which depend on nothing but the program and the target, and what `mpx.explain` says of
+it. Addresses in memory and paths of this machine are left out. A program that raises
+has its error as its text, which is to stay, too.
 """
 
 import argparse
@@ -68,17 +68,19 @@ def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
     def differentiated(fn: Any) -> Any:
         return gradient_of(fn, found.argnums, forward_mode=found.forward_mode)
 
-    def inside(**options: Any) -> str:
+    def inside(target: str = "cpu", **options: Any) -> str:
         fn, args = found.make()
-        return text_of(differentiated(mpx.autocast(fn, **options)), *args)
+        fn = mpx.autocast(fn, target=target, **options)
+        return text_of(differentiated(fn), *args)
 
     def outside() -> str:
         fn, args = found.make()
-        return text_of(mpx.autocast(differentiated(fn), "bfloat16"), *args)
+        fn = mpx.autocast(differentiated(fn), "bfloat16", target="cpu")
+        return text_of(fn, *args)
 
     def delayed() -> str:
         fn, args = found.make()
-        loss = mpx.autocast(fn, recipe=mpx.DelayedScaling())
+        loss = mpx.autocast(fn, recipe=mpx.DelayedScaling(), target="cpu")
         scaling = mpx.init_scaling(loss, *args)
 
         def step(scaling: Any, *args: Any) -> Any:
@@ -88,11 +90,14 @@ def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
 
     def report() -> str:
         fn, args = found.make()
-        whole = mpx.explain(differentiated(mpx.autocast(fn, "bfloat16")))(*args)
+        fn = mpx.autocast(fn, "bfloat16", target="cpu")
+        whole = mpx.explain(differentiated(fn))(*args)
         return normal(f"{whole}\n{whole.to_json()}")
 
     yield "float16", lambda: inside(dtype="float16")
     yield "bfloat16", lambda: inside(dtype="bfloat16")
+    for target in ("cpu bf16", "H100", "tpu v5e"):
+        yield target, lambda target=target: inside(target)
     yield "outside", outside
     yield "fast", lambda: inside(residuals="fast")
     yield "stream", lambda: inside(residual_stream="half")
@@ -181,7 +186,7 @@ def write(folder: Path, parts: list[str], share: tuple[int, int]) -> None:
 
 
 # Of these kinds a short form is committed: other precisions take the same ways.
-RECORDED = ("bfloat16", "stream", "units", "delayed")
+RECORDED = ("bfloat16", "cpu bf16", "H100", "tpu v5e", "stream", "units", "delayed")
 _OPERATION = re.compile(r"(\w+)\[[\d,]*\](?:<[^>]*>)? = ([\w\-]+)")
 
 

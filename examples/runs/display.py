@@ -30,10 +30,9 @@ FILE_WIDTH = 100
 UNKNOWN = "unknown"
 
 ON_A_CPU = (
-    "This was a CPU: XLA computes half-precision products in float32 there, so the "
-    "times cannot show a speed-up. Losses and skipped steps are those of each "
-    "precision. Step memory is that of the programs compiled for this CPU, not what a "
-    "GPU or TPU needs."
+    "This was a CPU{ratios}. Some have units for bfloat16 (`python -m mpx doctor`), "
+    "none for float16 or FP8: those show losses and skipped steps. Step memory is that "
+    "of the programs compiled for this CPU, not what a GPU or TPU needs."
 )
 
 
@@ -171,7 +170,18 @@ class Display:
             )
         self.console.print(table)
         if jax.local_devices()[0].platform == "cpu":
-            self.console.print(f"[dim]{ON_A_CPU}[/]")
+            text = ON_A_CPU.format(ratios=describe_ratios(results))
+            self.console.print(f"[dim]{text}[/]")
+
+
+def describe_ratios(results: Iterable[Result]) -> str:
+    """The times of steps relative to float32, as they were measured, in words."""
+    seconds = {r.precision: r.step_seconds for r in results if r.step_seconds}
+    full = seconds.pop("float32", None)
+    if full is None or not seconds:
+        return ""
+    ratios = ", ".join(f"{name} {took / full:.2f}" for name, took in seconds.items())
+    return f", and a step took, relative to float32: {ratios}"
 
 
 def describe_row(row: Row, items_per_second: float, items: str) -> str:

@@ -31,7 +31,7 @@ from .._program import (
     parts,
     properties,
 )
-from .._quantize import target_from
+from .._quantize import Target, target_from
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom
 from ._bias import with_rounded_gradient
@@ -252,10 +252,15 @@ def _emit_decided(case: Case) -> list[Value]:
         return with_rounded_gradient(case, results) if is_sum else results
 
 
+def _target(case: Case) -> Target:
+    return case.settings.target or target_from(None)
+
+
 def _noted(case: Case, choice: Choice) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
-    is_noted = case.run.uses.notes
-    return noted(case.name, choice) if is_noted else contextlib.nullcontext()
+    if not case.run.uses.notes:
+        return contextlib.nullcontext()
+    return noted(case.name, choice, platform=_target(case).platform)
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -401,7 +406,7 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
-    if (case.settings.target or target_from(None)).wants_cpu_form:
+    if _target(case).wants_cpu_form:
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation

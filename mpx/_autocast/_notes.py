@@ -41,6 +41,7 @@ class Note:
         rule: The rule of the user's that was applied; "" if none was.
         path: Of a quantized product how it is computed, as `path_of` says; else "".
         formats: What it is multiplied in, and its derivatives: `formats_of`.
+        platform: That of the device that is compiled for, where it is known.
     """
 
     primitive: str
@@ -51,6 +52,7 @@ class Note:
     rule: str = ""
     path: str = ""
     formats: tuple[str, str] = ("", "")
+    platform: str = ""
 
     @property
     def without_units(self) -> bool:
@@ -92,6 +94,7 @@ def noted(
     weight: str = "",
     path: str = "",
     formats: tuple[str, str] = ("", ""),
+    platform: str = "",
 ) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
     if not ambient().takes_notes:
@@ -102,7 +105,8 @@ def noted(
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
     precision = choice.precision.value
-    note = Note(primitive, kind, precision, reason, weight, rule, path, formats)
+    told = primitive, kind, precision, reason, weight, rule, path, formats, platform
+    note = Note(*told)
     return _write(note)
 
 

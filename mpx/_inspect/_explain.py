@@ -194,6 +194,9 @@ def _operations(
         _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounded)
         for number, visit in enumerate(visits)
     ]
+    slow = next((i for i, visit in enumerate(visits) if _is_slow(visit)), None)
+    if slow is not None:  # said once, of the first
+        operations[slow] = dataclasses.replace(operations[slow], finding=_SLOW)
     unscaled = unscaled_gradient(visits)
     if unscaled is not None:
         found = dataclasses.replace(operations[unscaled], finding=UNSCALED)
@@ -400,6 +403,17 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
 def _product_in(equation: JaxprEqn) -> str:
     dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
     return f"matmul in {' by '.join(dtypes)}"
+
+
+_SLOW = "float16 on a CPU, which has no units for it"
+
+
+def _is_slow(visit: Visit[Fact]) -> bool:
+    """Whether autocast emits a product of float16 for a CPU: half float32's speed."""
+    note = innermost_note(visit.scopes)
+    if note is None or note.platform != "cpu" or not is_product(visit.equation):
+        return False
+    return {a.dtype for a in avals(visit.equation.invars[:2])} == {jnp.dtype("float16")}
 
 
 def _wide_product(equation: JaxprEqn) -> str:
