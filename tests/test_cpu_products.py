@@ -353,7 +353,9 @@ def test_lines_and_counts_are_those_of_the_product():
         func = jax.grad(mpx.autocast(layer, target=target))
         report = mpx.explain(func)(WEIGHTS, X)
         products = [o for o in report.operations if o.primitive == "dot_general"]
-        reports[target] = sorted((o.flops, o.source, str(o.precision)) for o in products)
+        reports[target] = sorted(
+            (o.flops, o.source, str(o.precision)) for o in products
+        )
     assert len(reports[CPU]) == 5
     assert reports[CPU] == reports["sm_90"]
 

@@ -88,14 +88,15 @@ STEPS = {
     ),
 }
 FLOAT32, NAIVE, OURS = "float32", "naive bfloat16", "mpx bfloat16"
-FORM = "mpx bfloat16, form for AMX"
+# With and without the form of products for units, whatever this CPU is.
+FORM, PLAIN = "mpx bfloat16, form for units", "mpx bfloat16, plain form"
 AUTOCAST = "PyTorch autocast"
-_NEWEST = (FLOAT32, NAIVE, "Flax bfloat16", OURS)
-_NEWEST += ("mpx float16", "mpx delayed", "mpx current")
+_BOTH = (FLOAT32, NAIVE, "Flax bfloat16", OURS)
+_BOTH += ("mpx float16", "mpx delayed", "mpx current")
 # The first of each environment is what the others are compared with.
 ARMS = {
-    "ours": (*_NEWEST, FORM),
-    "newest": _NEWEST,
+    "ours": (*_BOTH, FORM, PLAIN),  # JAX since 0.11 always has the form
+    "newest": _BOTH,
     "peers": (FLOAT32, "JMP bfloat16", "MPX bfloat16"),
     "torch": ("PyTorch float32", AUTOCAST),
 }
@@ -148,8 +149,6 @@ def requests(options: Any, found: Results) -> list[dict[str, Any]]:
         step = STEPS[name].small() if options.quick else STEPS[name]
         left_out = {*missing, *(() if step.model in IN_TORCH else ("torch",))}
         names = {side: ARMS[side] for side in ARMS if side not in left_out}
-        if here["units"]:
-            names["ours"] = _NEWEST  # the form is what it has by itself
         of = {"step": name, "units": here["units"], "sizes": dataclasses.asdict(step)}
         asked.append({"sides": list(names), "names": names, **of})
     return asked
@@ -272,9 +271,9 @@ def _speed_table(found: Results, units: bool) -> Table:
         if one["units"] == units and "cpu" in one:
             notes.append(
                 "Median of float32's time over the arm's of the same round, PyTorch "
-                "beside its own float32; higher is better. Blank: no such model, "
-                "another environment, or the form that *mpx bfloat16* (that is "
-                "`mpx.autocast(loss)`) has anyway, with AMX or since jax 0.11. "
+                "beside its own float32; higher is better. Blank: no such model or "
+                "another environment. *mpx bfloat16* is `mpx.autocast(loss)`, in the "
+                "form for units where the CPU has some, and always since jax 0.11. "
                 f"{one['cpu']} ({', '.join(one['flags'])}); load before "
                 f"{one['load']:.1f}; `{one['command']}`, {one['commit']}."
             )
