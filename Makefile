@@ -8,7 +8,7 @@ ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
 .PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda wheel docs serve venv lint format types layers pytest \
-	test-newest test-newest-part newest-part-venv newest-venv test-oldest-part oldest-venv lock clean
+	test-newest test-newest-part newest-part-venv newest-venv torch-venv test-oldest-part oldest-venv lock clean
 
 # A target that fails half-way must not look finished.
 .DELETE_ON_ERROR:
@@ -184,6 +184,10 @@ newest-venv:
 	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '.[test]'
 	@.venv-newest/bin/python -m pip --disable-pip-version-check list \
 		| grep -iE '^(jax|jaxlib|equinox|jaxtyping|optax|flax|numpy) '
+
+torch-venv: ## Create .venv-torch, with the PyTorch that benchmarks compare with
+	@$(call make_venv,.venv-torch)
+	@.venv-torch/bin/python $(PIP) -r benchmarks/peers/torch.txt
 
 venv: $(ALL) ## Create .venv with all that the other targets need
 

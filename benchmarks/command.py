@@ -14,6 +14,7 @@ from rich.console import Console
 from . import documentation, parts
 from .numerics import recipes
 from .results import COMMITTED
+from .time import cpu
 
 Name = Literal[(*parts.PARTS, "docs")]
 ALL = ("sweep", "host", "recipes", "errors")
@@ -33,6 +34,8 @@ class Options:
     (a state in few bits), `wire` (what steps on four devices send, also on TPUs),
     `monitor` (what watching a step costs), `compile-time`, and `published` (what
     `mpx.forecast` says beside speed-ups that others have measured).
+    `cpu` measures training steps on the CPU of this machine, with the peers, the newest
+    JAX (`make newest-venv`) and PyTorch (`make torch-venv`) where they are.
     `few-bits-trainings` are the losses of optimizers, some for 3,000 steps. `docs` only
     writes the tables of the committed results into the pages. `device` measures what
     only a GPU can tell, and has options of its own:
@@ -47,6 +50,10 @@ class Options:
     """Compile also what has been compiled before by the same compiler."""
     rounds: int = 15
     """Samples of every arm in host."""
+    models: tuple[Literal[tuple(cpu.STEPS)], ...] = ()
+    """Steps of cpu; all if left out."""
+    quick: bool = False
+    """Only try cpu: few rounds of small models."""
     recipe_seeds: int = recipes.SEEDS
     """Seeds of recipes; each trains eight models."""
     recipe_steps: int = recipes.STEPS

@@ -12,7 +12,7 @@ import optax
 import mpx
 from mpx.contrib import PallasKernel
 
-from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
+from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction, no_scaling
 
 RECIPES = {
     "delayed": mpx.DelayedScaling(),
@@ -116,5 +116,30 @@ ARMS = {
             autocast_arm(name, recipe=recipe, residual_stream="full")
             for name, recipe in RECIPES.items()
         ),
+    )
+}
+
+
+def _alone(name: str, **options: Any) -> Arm:
+    """`mpx.autocast` around the loss and nothing else, which is enough in bfloat16."""
+
+    def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+        return FLOAT32.make_step(mpx.autocast(loss, "bfloat16", **options), optimizer)
+
+    return Arm(name, no_scaling, make_step, uses_mpx=False)
+
+
+# Those of `time.cpu`, with the defaults of `mpx.autocast`.
+ON_CPU = {
+    arm.name: arm
+    for arm in (
+        FLOAT32,
+        NAIVE,
+        _alone("mpx bfloat16"),
+        _alone("mpx bfloat16, form for units", target="cpu bf16"),
+        _alone("mpx bfloat16, plain form", target="cpu"),
+        autocast_arm("mpx float16", "float16"),
+        autocast_arm("mpx delayed", recipe=RECIPES["delayed"]),
+        autocast_arm("mpx current", recipe=RECIPES["current"]),
     )
 }

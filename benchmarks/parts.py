@@ -9,7 +9,8 @@ module has besides
   `more_records()`.
 
 Of what is *measured*, a module has `requests(options, found)` for workers, and a
-`measure(request)` that runs in one and yields `{"run": record}`. If it `TRAINS`,
+`measure(request)` that runs in one and yields `{"run": record}`. The workers of a
+request with `sides` take turns, answer by answer. If it `TRAINS`,
 compiled programs are kept on disk; if `FOR_CUDA`, it compiles for GPUs, which
 `COMPILED_FOR` names where nothing is measured at all.
 """
@@ -43,7 +44,7 @@ from .counts import (
 from .numerics import errors, few_bits, recipes
 from .peers import environment as peers
 from .tables import Goal, Table
-from .time import compiling as compile_time, host
+from .time import compiling as compile_time, cpu, host
 
 COUNTED: dict[str, tuple[Any, ...]] = {
     "sweep": (sweep,),
@@ -56,6 +57,7 @@ COUNTED: dict[str, tuple[Any, ...]] = {
 }
 MEASURED: dict[str, Any] = {
     "host": host,
+    "cpu": cpu,
     "compile-time": compile_time,
     "recipes": recipes,
     "errors": errors,
@@ -158,14 +160,24 @@ class Session:
         if getattr(part, "TRAINS", False):
             worker |= self._training()
         for request in part.requests(options, found):
-            side = request.setdefault("side", "ours")
-            needed = self.peers if side == "peers" else None
-            answers = processes.ask(side, {"task": task, **request}, needed, **worker)
-            found.versions[side] = next(answers)["versions"]
-            with self.console.status(f"{name}, {side}"):
-                for answer in answers:
-                    found.records.append(answer["run"])
-                    found.write(self.out)
+            sides = request.pop("sides", None) or [request.get("side", "ours")]
+            worker["turns"] = len(sides) > 1
+            workers = {
+                side: processes.ask(
+                    side,
+                    {"task": task, **request, "side": side},
+                    self.peers if side == "peers" else None,
+                    **worker,
+                )
+                for side in sides
+            }
+            with self.console.status(f"{name}, {', '.join(sides)}"):
+                for side, answer in processes.in_turns(workers):
+                    if "versions" in answer:
+                        found.versions[side] = answer["versions"]
+                    if "run" in answer:
+                        found.records.append(answer["run"])
+                        found.write(self.out)
         self._show(found)
 
     def summarize(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -10,13 +11,16 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from .peers.environment import REPOSITORY, Peers
 
-Side = Literal["ours", "peers"]
+Side = Literal["ours", "newest", "peers", "torch"]
+
+# Environments that a target of the Makefile makes: ours with the newest JAX, PyTorch's.
+MADE = {side: REPOSITORY / f".venv-{side}" for side in ("newest", "torch")}
 
 # Variables that would change what is compiled, or whose packages are imported.
 _CLEARED = (
@@ -54,8 +58,9 @@ def ask(
     compile_only: bool = True,
     libraries: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    turns: bool = False,
     patience: Callable[[], float] = lambda: math.inf,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Runs one worker and yields its answers as they come; the first is its versions.
 
     Args:
@@ -65,6 +70,8 @@ def ask(
         compile_only: hide accelerators, so that compiling opens none.
         libraries: a folder with JAX's CUDA plugin, to compile for CUDA.
         variables: further environment variables.
+        turns: the worker stops after each answer until the next one is asked for, but
+            not after the versions: workers prepare themselves at the same time.
         patience: seconds within which the next answer must come; asked before each.
 
     Raises:
@@ -81,6 +88,8 @@ def ask(
     environment |= variables or {}
     if side == "ours":
         command = [sys.executable, "-m", "benchmarks.worker"]
+    elif side in MADE:
+        command = [str(MADE[side] / "bin" / "python"), "-m", "benchmarks.worker"]
     elif peers is None:
         raise WorkerError("the worker for peers needs their environment; got None")
     else:
@@ -104,11 +113,18 @@ def ask(
     reader = threading.Thread(target=errors.extend, args=(process.stderr,))
     reader.start()
     try:
-        json.dump({**request, "arms": side}, process.stdin)
-        process.stdin.close()
+        print(json.dumps({**request, "arms": side}), file=process.stdin, flush=True)
+        if not turns:
+            process.stdin.close()
         for line in read_lines(process, patience):
-            yield json.loads(line)
+            answer = json.loads(line)
+            yield answer
+            if turns and "versions" not in answer:
+                with contextlib.suppress(BrokenPipeError):  # it says why it ended
+                    print(file=process.stdin, flush=True)
     finally:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         if process.poll() is None:
             process.kill()
         process.wait()
@@ -119,6 +135,24 @@ def ask(
             f"the worker for {side} ended with status {process.returncode}:\n"
             + "".join(errors)
         )
+
+
+def in_turns(
+    workers: Mapping[str, Generator[dict[str, Any], None, None]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One answer of each after the other, and so on, until all have ended."""
+    waiting = dict(workers)
+    try:
+        while waiting:
+            for side in list(waiting):
+                answer = next(waiting[side], None)
+                if answer is None:
+                    del waiting[side]
+                else:
+                    yield side, answer
+    finally:
+        for answers in workers.values():
+            answers.close()
 
 
 def read_lines(

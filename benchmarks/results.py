@@ -68,10 +68,13 @@ class Results:
 
     def versions_line(self) -> str:
         """The versions as one sentence."""
-        merged: dict[str, str] = {}
+        merged: dict[str, dict[str, None]] = {}
         for versions in self.versions.values():
-            merged |= versions
-        return ", ".join(f"{name} {version}" for name, version in merged.items())
+            for name, version in versions.items():
+                merged.setdefault(name, {})[version] = None
+        return ", ".join(
+            f"{name} {' and '.join(each)}" for name, each in merged.items()
+        )
 
 
 def read(name: str, folder: Path = COMMITTED) -> Results | None:

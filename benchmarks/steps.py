@@ -96,13 +96,13 @@ NAIVE = Arm("naive bfloat16", no_scaling, _naive_step, uses_mpx=False)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def known_arms() -> dict[str, Arm]:
+def known_arms(which: str = "ARMS") -> dict[str, Arm]:
     """The arms of this environment: ours, or where `mpx` is the published one."""
     import mpx
 
     is_ours = Path(str(mpx.__file__)).resolve().is_relative_to(REPOSITORY / "mpx")
     name = ".our_arms" if is_ours else ".peers.arms"
-    return importlib.import_module(name, __package__).ARMS
+    return getattr(importlib.import_module(name, __package__), which)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.table import Table as RichTable
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Table:
 
     def rich(self) -> RichTable:
         """For the terminal."""
+        from rich.table import Table as RichTable  # not in every environment
+
         table = RichTable(
             title=self.title,
             title_justify="left",

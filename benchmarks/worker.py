@@ -1,10 +1,12 @@
 """The process that measures, in our environment or in the peers'.
 
 It reads one request from standard input and writes one JSON object a line to standard
-output; what libraries print goes to standard error. The same file serves both
-environments: with our `mpx` as `python -m benchmarks.worker`, and with the published
-MPX, whose package has the same name, as `python -P benchmarks/worker.py` (the
-repository is then not on the path, so `mpx` is the installed one).
+output; what libraries print goes to standard error. Behind each answer to the request
+it waits for a line, which says that it is its turn, or for the end of standard input.
+The same file serves all environments: with our `mpx` as `python -m benchmarks.worker`,
+and with the published MPX, whose package has the same name, as
+`python -P benchmarks/worker.py` (the repository is then not on the path, so `mpx` is
+the installed one).
 
 A request is `{"task": ..., "arms": "ours" | "peers", "cases": [...], ...}`.
 """
@@ -36,6 +38,7 @@ _PACKAGES = (
     "qwix",
     "mixed-precision-for-JAX",
     "jmp",
+    "torch",
 )
 
 
@@ -56,10 +59,12 @@ def _add_package(name: str) -> None:
 
 def _check(side: str) -> None:
     """Whether the `mpx` of this environment is the one that was asked for."""
+    if side == "torch":
+        return
     import mpx
 
     ours = Path(str(mpx.__file__)).resolve().is_relative_to(REPOSITORY / "mpx")
-    if ours != (side == "ours"):
+    if ours != (side != "peers"):
         raise RuntimeError(
             f"the worker was asked for the arms of {side!r}, but `mpx` here is "
             f"{mpx.__file__}. Run it in the other environment."
@@ -155,7 +160,7 @@ def main() -> None:
     # Only answers may reach the parent: what else prints goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
     _add_package("examples")
     _add_package("benchmarks")
     print(json.dumps({"versions": versions()}), file=answers, flush=True)
@@ -164,6 +169,7 @@ def main() -> None:
     task = TASKS.get(name) or importlib.import_module(f"benchmarks.{name}").measure
     for answer in task(request):
         print(json.dumps(answer), file=answers, flush=True)
+        sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ def lstm(sizes: Sizes, order: Order) -> Model:
     def loss(layers: Layers, tokens: Any) -> Array:
         x = jnp.swapaxes(embed(layers, tokens, sizes), 0, 1)
         for index in range(sizes.layers):
-            x = _lstm_layer(layers.at(f"block{index}"), x)
+            x = lstm_layer(layers.at(f"block{index}"), x)
         return next_token_loss(layers, jnp.swapaxes(x, 0, 1), tokens, sizes)
 
     return loss
 
 
-def _lstm_layer(layers: Layers, x: Array) -> Array:
+def lstm_layer(layers: Layers, x: Array) -> Array:
     """Of [time, batch, width]."""
     width = x.shape[-1]
     of_input = layers.weight("input", width, 4 * width).astype(x.dtype)

@@ -47,6 +47,17 @@ def _mpx_bfloat16_step(
     return step
 
 
+def _jmp_bfloat16_step(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> StepFunction:
+    policy = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+
+    def cast(model: Any, batch: Any) -> Any:
+        return policy.cast_to_output(loss(*policy.cast_to_compute((model, batch))))
+
+    return FLOAT32.make_step(cast, optimizer)
+
+
 def _jmp_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
     policy = jmp.get_policy("params=float32,compute=float16,output=float32")
 
@@ -88,5 +99,7 @@ ARMS = {
         Arm("MPX float16", _mpx_scaling, _mpx_step),
         Arm("MPX bfloat16", no_scaling, _mpx_bfloat16_step),
         Arm("JMP float16", _jmp_scaling, _jmp_step),
+        Arm("JMP bfloat16", no_scaling, _jmp_bfloat16_step),
     )
 }
+ON_CPU = ARMS
