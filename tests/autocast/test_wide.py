@@ -241,7 +241,7 @@ def test_only_cpus_and_bfloat16_have_wide_loops():
     def is_wide(target, **options):
         return has_wide_loops(Settings.of(target=read_target(target, "t"), **options))
 
-    assert is_wide("cpu") == is_wide("cpu amx") == WIDENS_STACKS
+    assert is_wide("cpu") == is_wide("cpu bf16") == WIDENS_STACKS
     assert not any(map(is_wide, ("sm_90", "tpu v5e")))
     assert not is_wide("cpu", dtype=np.dtype(np.float16))
     assert not is_wide("cpu", is_enabled=False)
