@@ -157,7 +157,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # faults, which show what no test needs, led here (2026-11-26): what is left is features
 # and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that
 # see the loss scale, sums along axes of `vmap`, and weights that are computed are asked
-# for at each equation (4 and 10 lines more).
+# for at each equation (4 and 10 lines more); and the target, for each product.
 LIMITS = {"autocast": (20, 1_542), "step": (33, 2_585)}
 
 
