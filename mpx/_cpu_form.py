@@ -28,7 +28,7 @@ def multiply_in_order(
     precision: Any,
     out_sharding: Any = None,
     *,
-    is_shared: bool,
+    says_layout: bool,
 ) -> jax.Array:
     """The float32 product of two bfloat16 operands, in the form for CPUs.
 
@@ -38,7 +38,7 @@ def multiply_in_order(
         dimension_numbers: As of `jax.lax.dot_general`, like what follows.
         precision: How exactly to multiply.
         out_sharding: Where the result lies.
-        is_shared: Whether the compiler divides the program among devices.
+        says_layout: Whether the layout of operands may be said.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     pairs = sorted(zip(lc, rc, strict=True))
@@ -49,7 +49,7 @@ def multiply_in_order(
             lb = tuple(range(len(lb)))
             lc = tuple(range(len(lb) + len(free), left.ndim))
             rc = tuple(axis for _, axis in pairs)
-        left, right = _in_order(left, is_shared), _in_order(right, is_shared)
+        left, right = _in_order(left, says_layout), _in_order(right, says_layout)
     return lax.dot_general(
         left,
         right,
@@ -60,11 +60,10 @@ def multiply_in_order(
     )
 
 
-def _in_order(x: jax.Array, is_shared: bool) -> jax.Array:
+def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
     """The array, of which XLA folds no transpose into the product that reads it."""
-    if not is_shared:
+    if says_layout:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    # XLA of jaxlib 0.10 gathers an operand whose layout is said on all devices. A
-    # barrier may cost a pass; one of bfloat16 would be one of float32.
+    # A barrier may cost a pass; one of bfloat16 would be one of float32.
     bits = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
     return lax.bitcast_convert_type(bits, x.dtype)

@@ -23,7 +23,7 @@ from ._cpu_form import DimensionNumbers, multiply_in_order
 from ._jax_compat import (
     answer_policies_for,
     bind_equation,
-    is_shared_by_devices,
+    layouts_are_said,
     permuted_sharding,
 )
 from ._program import run_by
@@ -60,22 +60,22 @@ def multiply_to_float32(
     return _replayed(_TWINS[dot_general_p], dot_general_p, product, left, right)
 
 
-def _dot_general(is_shared: bool, left: Array, right: Array, **params: Any) -> Array:
+def _dot_general(says_layout: bool, left: Array, right: Array, **params: Any) -> Array:
     if not _is_taken(left, right, params):
         return dot_general_p.bind(left, right, **params)
     dtype = params.pop("preferred_element_type") or _BFLOAT16
-    wide = multiply_in_order(left, right, **params, is_shared=is_shared)
+    wide = multiply_in_order(left, right, **params, says_layout=says_layout)
     return lax.convert_element_type(wide, dtype)
 
 
-def _convolution(is_shared: bool, left: Array, right: Array, **params: Any) -> Array:
+def _convolution(says_layout: bool, left: Array, right: Array, **params: Any) -> Array:
     wide = None
     # Since some version of JAX it may be said where the result lies.
     if _is_taken(left, right, params) and params.get("out_sharding") is None:
         others = ("preferred_element_type", "out_sharding", "precision")
         rest = {name: value for name, value in params.items() if name not in others}
         multiply = functools.partial(
-            multiply_in_order, precision=params["precision"], is_shared=is_shared
+            multiply_in_order, precision=params["precision"], says_layout=says_layout
         )
         wide = convolve_to_float32(left, right, **rest, multiply=multiply)
     if wide is None:
@@ -102,7 +102,7 @@ def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
 
     Args:
         original: The other one: bilinear, with one result.
-        on_cpu: What a CPU computes, given whether devices share it, and all operands
+        on_cpu: What a CPU computes, given whether layouts may be said, and all operands
             and parameters.
     """
     twin = Primitive(original.name)
@@ -134,7 +134,7 @@ def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
     lower = functools.partial(mlir.lower_fun, multiple_results=False)
 
     def lower_on_cpu(context: Any, *operands: Any, **params: Any) -> Any:
-        form = functools.partial(on_cpu, is_shared_by_devices(context))
+        form = functools.partial(on_cpu, layouts_are_said(context))
         return lower(form)(context, *operands, **params)
 
     mlir.register_lowering(twin, lower(original.bind))

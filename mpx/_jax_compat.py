@@ -125,12 +125,19 @@ def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
-def is_shared_by_devices(context: Any) -> bool:
-    """Whether the compiler divides among devices what is lowered in a context."""
-    axes = context.module_context.axis_context
+def layouts_are_said(context: Any) -> bool:
+    """Whether a layout may be said of arrays in what is lowered in a context.
+
+    Not in an exported program, which holds no such call, nor where the compiler divides
+    the program among devices: that of jaxlib 0.10 gathers what the call reads.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    if module.lowering_parameters.for_export:
+        return False
     if isinstance(axes, mlir.SPMDAxisContext):  # by hand, over some axes of a mesh
-        return set(axes.manual_axes) != set(axes.mesh.axis_names)
-    return getattr(axes, "num_devices", 1) != 1
+        return set(axes.manual_axes) == set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 1) == 1
 
 
 def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:

@@ -8,6 +8,7 @@ import io
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -345,6 +346,13 @@ def test_without_jit():
         found = jax.grad(mpx.autocast(layer, target=CPU))(WEIGHTS, X)
     expected = jax.grad(mpx.autocast(layer, target=CPU))(WEIGHTS, X)
     assert relative_error(found["a"], expected["a"]) < 5e-3
+
+
+def test_an_exported_program_is_serialized():
+    step = jax.jit(jax.grad(mpx.autocast(layer, target=CPU)))
+    exported = jax.export.export(step)(WEIGHTS, X)
+    found = jax.export.deserialize(exported.serialize()).call(WEIGHTS, X)
+    assert relative_error(found["a"], step(WEIGHTS, X)["a"]) < 5e-3
 
 
 def test_lines_and_counts_are_those_of_the_product():

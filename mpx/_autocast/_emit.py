@@ -70,6 +70,7 @@ from ._sparse import sum_in_float32
 from ._stacks import cast_stacks
 from ._travel import (
     MARKS,
+    asks_for_half_sums,
     moved_later,
     moved_payload,
     product_of_weight,
@@ -411,7 +412,7 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
-    if _target(case).wants_cpu_form:
+    if _target(case).wants_cpu_form and not asks_for_half_sums(case):
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation

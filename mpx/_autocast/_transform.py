@@ -142,7 +142,7 @@ def autocast(
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
         >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
-        >>> print(jax.make_jaxpr(mpx.autocast(jnp.dot))(x, w))
+        >>> print(jax.make_jaxpr(mpx.autocast(jnp.dot, target="h100"))(x, w))
         { lambda ; a:f32[2,8] b:f32[8,4]. let
             c:bf16[2,8] = convert_element_type[new_dtype=bfloat16 weak_type=False] a
             d:bf16[8,4] = convert_element_type[new_dtype=bfloat16 weak_type=False] b

@@ -169,6 +169,17 @@ def product_of_weight(case: Case, choice: Choice) -> Value | None:
     return computed(product)
 
 
+def asks_for_half_sums(case: Case) -> bool:
+    """Whether devices are to sum the gradient of a product's weight in half precision.
+
+    They sum what a product gives, which is float32 in the form for CPUs.
+    """
+    if not case.run.uses.wire:
+        return False
+    summed = dtype_of_sums(case.settings.wire, case.name)
+    return summed is not None and is_half(summed)
+
+
 # --- Weights at the entry of `jax.shard_map` ------------------------------------------
 
 

@@ -194,7 +194,10 @@ def _operations(
         _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounded)
         for number, visit in enumerate(visits)
     ]
-    slow = next((i for i, visit in enumerate(visits) if _is_slow(visit)), None)
+    slow = next(
+        (i for i, v in enumerate(visits) if _is_slow(v) and not operations[i].finding),
+        None,
+    )
     if slow is not None:  # said once, of the first
         operations[slow] = dataclasses.replace(operations[slow], finding=_SLOW)
     unscaled = unscaled_gradient(visits)
