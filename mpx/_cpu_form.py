@@ -6,7 +6,7 @@ of another order loses its copy: XLA folds a transpose into it, and it leaves th
 library, for a slow loop that sums in bfloat16 where the result is bfloat16 (since
 jaxlib 0.11), or for nothing at all: a float32 result is then not implemented (0.10).
 So the left operand is brought into order, and its layout is said: XLA folds nothing
-into that, and it costs no pass (jaxlib 0.10.0 to 0.12.0.1, November 2026).
+into that, and it costs no pass (jaxlib 0.10.2 to 0.12.0.1, November 2026).
 """
 
 from typing import Any

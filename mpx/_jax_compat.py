@@ -26,6 +26,8 @@ from jaxtyping import Array
 
 # Since jaxlib 0.11 XLA's CPU compiler sums some products of bfloat16 in bfloat16.
 NEEDS_CPU_FORM = jax.__version_info__ >= (0, 11)
+# With jaxlib 0.10.0 it has no such library, and no such products of some shapes.
+HAS_CPU_FORM = jax.__version_info__ >= (0, 10, 2)
 # Before, it widens the whole of a bfloat16 array of which a part is written.
 WIDENS_STACKS = jax.__version_info__ < (0, 11)
 

@@ -17,8 +17,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
 from mpx import _cpu_products
+from mpx._jax_compat import HAS_CPU_FORM
 from mpx._quantize import target_from
 
+pytestmark = pytest.mark.skipif(
+    not HAS_CPU_FORM, reason="XLA:CPU has these products since jaxlib 0.10.2"
+)
 CPU = "cpu bf16"
 WITHOUT_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 AS_USUAL = {

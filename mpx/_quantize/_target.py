@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from .._jax_compat import NEEDS_CPU_FORM, WIDENS_STACKS
+from .._jax_compat import HAS_CPU_FORM, NEEDS_CPU_FORM, WIDENS_STACKS
 
 # (words of JAX's device kind or of NVIDIA's product name, compute capability), from
 # NVIDIA's list of CUDA GPUs; the first match holds. Devices report their capability
@@ -72,10 +72,10 @@ class Target:
     def wants_cpu_form(self) -> bool:
         """Whether bfloat16 products are emitted in the form of `_cpu_form`.
 
-        With jax 0.10 it costs a CPU without units a quarter of a product. Since jax
-        0.11 it costs nothing, and without it some sums are in bfloat16.
+        With jax 0.10.2 it costs a CPU without units a quarter of a product; before,
+        there is none. Since 0.11 it costs nothing, and spares sums in bfloat16.
         """
-        has_units = self.capability >= (1, 0)
+        has_units = HAS_CPU_FORM and self.capability >= (1, 0)
         return self.platform == "cpu" and (has_units or NEEDS_CPU_FORM)
 
     @property

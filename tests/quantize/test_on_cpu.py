@@ -60,7 +60,9 @@ def test_codes_are_those_of_the_arithmetic_and_of_the_cast(format: mpx.Format):
     )
     np.testing.assert_array_equal(here, exact)
     clipped = x.clip(-format.largest, format.largest)[~np.isnan(x)]
-    for cast in (clipped, jnp.asarray(clipped)):  # ml_dtypes', and XLA's
+    casts = [clipped]  # ml_dtypes', and XLA's, which rounded twice before jaxlib 0.10.2
+    casts += [jnp.asarray(clipped)] if jax.__version_info__ >= (0, 10, 2) else []
+    for cast in casts:
         np.testing.assert_array_equal(
             here[~np.isnan(x)], codes(cast.astype(format.dtype))
         )
@@ -139,6 +141,9 @@ HIGH = mpx.Float8CurrentScaling(backward_override="high_precision")
 IN_BFLOAT16, IN_FLOAT32 = ["bfloat16"] * 3, ["float32"] * 3
 
 
+@pytest.mark.skipif(
+    not CPU_WITH_UNITS.wants_cpu_form, reason="XLA:CPU has it since jaxlib 0.10.2"
+)
 @pytest.mark.parametrize(
     ("recipe", "dtype", "found"),
     [
