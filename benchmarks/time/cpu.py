@@ -137,7 +137,15 @@ def requests(options: Any, found: Results) -> list[dict[str, Any]]:
     """One for each step, to all environments that are here."""
     here = about(found.command)
     known = results.read(found.name) or found
-    found.records += [one for one in known.records if one["units"] != here["units"]]
+    models = options.models or list(STEPS)
+    kept = [
+        one
+        for one in known.records
+        if one["units"] != here["units"] or one.get("step", "") not in models
+    ]
+    # What is said of a run goes with the last of its steps.
+    of = {one["units"] for one in kept if "step" in one}
+    found.records += [one for one in kept if "step" in one or one["units"] in of]
     found.records.append(here)
     missing = [side for side, folder in MADE.items() if not (folder / "bin").is_dir()]
     found.notes += [
@@ -145,7 +153,7 @@ def requests(options: Any, found: Results) -> list[dict[str, Any]]:
         for side in missing
     ]
     asked = []
-    for name in options.models or STEPS:
+    for name in models:
         step = STEPS[name].small() if options.quick else STEPS[name]
         left_out = {*missing, *(() if step.model in IN_TORCH else ("torch",))}
         names = {side: ARMS[side] for side in ARMS if side not in left_out}
@@ -267,16 +275,19 @@ def _speed_table(found: Results, units: bool) -> Table:
             rows.append([*row, _text(beside_pytorch(runs, step, side))])
         elif not runs:
             rows.append([STEPS[step].title, side, *[""] * (len(heads) - 2)])
-    for one in found.records:
-        if one["units"] == units and "cpu" in one:
-            notes.append(
-                "Median of float32's time over the arm's of the same round, PyTorch "
-                "beside its own float32; higher is better. Blank: no such model or "
-                "another environment. *mpx bfloat16* is `mpx.autocast(loss)`, in the "
-                "form for units where the CPU has some, and always since jax 0.11. "
-                f"{one['cpu']} ({', '.join(one['flags'])}); load before "
-                f"{one['load']:.1f}; `{one['command']}`, {one['commit']}."
-            )
+    told = [one for one in found.records if one["units"] == units and "cpu" in one]
+    if told:
+        notes.append(
+            "Median of float32's time over the arm's of the same round, PyTorch "
+            "beside its own float32; higher is better. Blank: no such model or "
+            "another environment. *mpx bfloat16* is `mpx.autocast(loss)`, in the "
+            "form for units where the CPU has some, and always since jax 0.11."
+        )
+    notes += [
+        f"{one['cpu']} ({', '.join(one['flags'])}); load before {one['load']:.1f}; "
+        f"`{one['command']}`, {one['commit']}."
+        for one in told
+    ]
     notes = notes or ["Not measured: no machine with `amx_bf16` yet." if units else ""]
     return Table(f"Speed of a training step, {_kind(units)}", heads, rows, notes)
 

@@ -31,8 +31,8 @@ UNKNOWN = "unknown"
 
 ON_A_CPU = (
     "This was a CPU{ratios}. Some have units for bfloat16 (`python -m mpx doctor`), "
-    "none for float16 or FP8: those show losses and skipped steps. Step memory is that "
-    "of the programs compiled for this CPU, not what a GPU or TPU needs."
+    "which FP8 is emulated by; none has them for float16. Step memory is that of the "
+    "programs compiled for this CPU, not what a GPU or TPU needs."
 )
 
 

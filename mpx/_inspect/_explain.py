@@ -412,7 +412,7 @@ _SLOW = "float16 on a CPU, which has no units for it"
 
 
 def _is_slow(visit: Visit[Fact]) -> bool:
-    """Whether autocast emits a product of float16 for a CPU: half float32's speed."""
+    """Whether autocast emits a product of float16 for a CPU."""
     note = innermost_note(visit.scopes)
     if note is None or note.platform != "cpu" or not is_product(visit.equation):
         return False

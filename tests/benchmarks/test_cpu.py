@@ -103,11 +103,11 @@ def test_goals_are_those_of_the_kind_of_cpu(units, ms, met):
     assert [goal.met for goal in cpu.goals(found)] == met
 
 
-def test_a_run_keeps_what_was_measured_on_the_other_kind_of_cpu(monkeypatch):
-    def old(units):
-        return run("ours", OURS, cpu.OURS, [1.0], units=units)
+def test_a_run_keeps_what_was_measured_elsewhere_and_of_other_steps(monkeypatch):
+    def old(units, step="mlp"):
+        return run("ours", OURS, cpu.OURS, [1.0], units=units, step=step)
 
-    known = found_runs(old(True), old(False), units=True)
+    known = found_runs(old(True), old(False), old(False, "gpt"), units=True)
     monkeypatch.setattr(results, "read", lambda name: known)
     monkeypatch.setattr(cpu, "MADE", {"torch": processes.REPOSITORY / "missing"})
     here = {"units": False, "cpu": "this"}
@@ -116,7 +116,8 @@ def test_a_run_keeps_what_was_measured_on_the_other_kind_of_cpu(monkeypatch):
     found.records.clear()
     options = SimpleNamespace(models=("mlp", "lstm"), quick=True)
     asked = cpu.requests(options, found)
-    assert found.records == [known.records[0], known.records[1], here]
+    header, with_units, _, of_another_step = known.records
+    assert found.records == [header, with_units, of_another_step, here]
     assert found.notes == ["Not run: torch; `make torch-venv` makes its environment."]
     assert [request["sides"] for request in asked] == [["ours", "newest", "peers"]] * 2
     assert asked[1]["names"].keys() == {"ours", "newest", "peers"}
