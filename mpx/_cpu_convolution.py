@@ -90,13 +90,17 @@ def convolve_to_float32(
     features, inputs, *window = numbers.rhs_spec
     x = x.transpose(batch, *places, channels)
     w = w.transpose(*window, inputs, features)
-    if 0 in (*x.shape, *w.shape):
+    sizes = (*x.shape, *w.shape)
+    # A size may be a symbol, in a program that is exported.
+    if 0 in sizes or not all(isinstance(size, int) for size in sizes):
         return None
     padded = [
         (low, high, hole - 1)
         for (low, high), hole in zip(padding, lhs_dilation, strict=True)
     ]
-    y = _scattered(x, w, padded, window_strides, multiply)
+    y = None
+    if set(rhs_dilation) == {1}:
+        y = _scattered(x, w, padded, window_strides, multiply)
     if y is None:
         y = _gathered(x, w, padded, window_strides, rhs_dilation, multiply)
     if y is None:

@@ -146,6 +146,37 @@ def test_convolutions_become_products_where_these_win(name, order):
         check_all(function, x, w)
 
 
+@pytest.mark.parametrize("holes", [1, 2])
+@pytest.mark.parametrize("k", [1, 2])
+def test_holes_in_the_input_and_in_the_window(k, holes):
+    def function(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            [(k, k)] * 2,
+            lhs_dilation=(2, 2),
+            rhs_dilation=(holes, holes),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    check_all(function, half(2, 5, 4, 32), half(k, k, 32, 48, seed=1))
+
+
+def test_a_convolution_of_any_batch_is_exported():
+    def loss(w, x):
+        spec = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=spec)
+        return jnp.sum(y)
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 4, 4, 32), jnp.float32)
+    w = jnp.ones((1, 1, 32, 16))
+    step = jax.jit(jax.grad(mpx.autocast(loss, target=CPU)))
+    found = jax.export.export(step)(w, x).call(w, jnp.ones((3, 4, 4, 32)))
+    assert relative_error(found, jnp.full(w.shape, 48.0)) < 5e-3
+
+
 def test_groups_stay_convolutions():
     def function(x, w):
         spec = ("NHWC", "HWIO", "NHWC")
