@@ -162,7 +162,7 @@ test-newest-part:
 		ARGS="$(PART) -n 2 --dist loadfile $(ARGS)"
 
 # The oldest JAX that is allowed, beside the locked versions of all else. It differs from
-# the locked one in what `_jax_compat.py` tells apart: fewer tests see all of that.
+# the locked one in what `_base/jax_compat.py` tells apart: fewer tests see all of that.
 OLDEST := jax==0.10.0 jaxlib==0.10.0
 test-oldest-part: oldest-venv ## Run a part of the tests with the oldest JAX that is allowed
 	@.venv-oldest/bin/python -m pytest $(PART) -n 2 --dist loadfile $(ARGS)

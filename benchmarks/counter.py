@@ -1,7 +1,7 @@
 """The package's counter, also where `mpx` is the published package of that name.
 
-The counter imports nothing of mpx but the file that reads a program's text, so both are
-loaded by their paths, under names of this package.
+The counter imports nothing else of mpx, so it is loaded by its path, under a name of
+this package.
 """
 
 from __future__ import annotations
@@ -28,6 +28,5 @@ def _loaded(file: str, name: str) -> Any:
     return sys.modules[name]
 
 
-_loaded("_hlo_text.py", "_hlo_text")
-counter = _loaded("_counter/__init__.py", "_counter")
+counter = _loaded("_tools/_counter/__init__.py", "_counter")
 TARGETS: dict[str, Any] = counter.TARGETS

@@ -16,21 +16,21 @@ import importlib.metadata as _metadata
 import warnings as _warnings
 from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
-from ._dtypes import BFLOAT16_MAX as BFLOAT16_MAX
-from ._dtypes import FLOAT16_MAX as FLOAT16_MAX
-from ._dtypes import half_precision as half_precision
-from ._dtypes import half_precision_datatype as half_precision_datatype
-from ._dtypes import set_half_precision_datatype as set_half_precision_datatype
-from ._cast import cast_tree as cast_tree
-from ._cast import cast_to_half_precision as cast_to_half_precision
-from ._cast import cast_to_full_precision as cast_to_full_precision
-from ._cast import cast_to_float16 as cast_to_float16
-from ._cast import cast_to_bfloat16 as cast_to_bfloat16
-from ._cast import cast_to_float32 as cast_to_float32
+from ._base.dtypes import BFLOAT16_MAX as BFLOAT16_MAX
+from ._base.dtypes import FLOAT16_MAX as FLOAT16_MAX
+from ._base.dtypes import half_precision as half_precision
+from ._base.dtypes import half_precision_datatype as half_precision_datatype
+from ._base.dtypes import set_half_precision_datatype as set_half_precision_datatype
+from ._settings import cast_tree as cast_tree
+from ._settings import cast_to_half_precision as cast_to_half_precision
+from ._settings import cast_to_full_precision as cast_to_full_precision
+from ._settings import cast_to_float16 as cast_to_float16
+from ._settings import cast_to_bfloat16 as cast_to_bfloat16
+from ._settings import cast_to_float32 as cast_to_float32
 from ._autocast import autocast as autocast
-from ._rules import Rules as Rules
-from ._rules import Rule as Rule
-from ._rules import Precision as Precision
+from ._settings import Rules as Rules
+from ._settings import Rule as Rule
+from ._settings import Precision as Precision
 from ._quantize import Format as Format
 from ._quantize import DelayedScaling as DelayedScaling
 from ._quantize import Float8CurrentScaling as Float8CurrentScaling
@@ -38,48 +38,45 @@ from ._quantize import Float8BlockScaling as Float8BlockScaling
 from ._quantize import MXFP8BlockScaling as MXFP8BlockScaling
 from ._quantize import NVFP4BlockScaling as NVFP4BlockScaling
 from ._quantize import CustomRecipe as CustomRecipe
-from ._function import cast_function as cast_function
-from ._forced import force_full_precision as force_full_precision
-from ._policy import Policy as Policy
-from ._policy import get_policy as get_policy
+from ._settings import cast_function as cast_function
+from ._autocast import force_full_precision as force_full_precision
+from ._settings import Policy as Policy
+from ._settings import get_policy as get_policy
 from ._loss_scaling import AbstractLossScaling as AbstractLossScaling
 from ._loss_scaling import DynamicLossScaling as DynamicLossScaling
 from ._loss_scaling import StaticLossScaling as StaticLossScaling
 from ._loss_scaling import NoLossScaling as NoLossScaling
 from ._loss_scaling import scaled as scaled
-from ._scaling import init_scaling as init_scaling
-from ._scaling import inference as inference
-from ._tree import all_finite as all_finite
-from ._tree import select_tree as select_tree
-from ._grad import filter_grad as filter_grad
-from ._grad import filter_value_and_grad as filter_value_and_grad
-from ._grad import calculate_scaled_grad as calculate_scaled_grad
-from ._grad import grad as grad
-from ._grad import value_and_grad as value_and_grad
-from ._grad import Accumulation as Accumulation
-from ._grad import GradientResult as GradientResult
-from ._init_optimizer import init_optimizer as init_optimizer
-from ._optimizer import optimizer_update as optimizer_update
-from ._optimizer import optimizer_step as optimizer_step
-from ._optimizer import skip_nonfinite as skip_nonfinite
-from ._master_weights import (
-    full_weights as full_weights,
-    master_weights as master_weights,
-)
-from ._few_bits import compress_state as compress_state
-from ._few_bits import full_state as full_state
-from ._state_bytes import state_bytes as state_bytes
-from ._check import check as check
-from ._guard import guard as guard
-from ._inspect import explain as explain
-from ._blame import blame as blame
-from ._watch import monitor as monitor
-from ._watch import compare as compare
-from ._contract import expect as expect
-from ._watch import expect_close as expect_close
+from ._step import init_scaling as init_scaling
+from ._step import inference as inference
+from ._base.tree import all_finite as all_finite
+from ._base.tree import select_tree as select_tree
+from ._step import filter_grad as filter_grad
+from ._step import filter_value_and_grad as filter_value_and_grad
+from ._step import calculate_scaled_grad as calculate_scaled_grad
+from ._step import grad as grad
+from ._step import value_and_grad as value_and_grad
+from ._step import Accumulation as Accumulation
+from ._step import GradientResult as GradientResult
+from ._memory import init_optimizer as init_optimizer
+from ._step import optimizer_update as optimizer_update
+from ._step import optimizer_step as optimizer_step
+from ._step import skip_nonfinite as skip_nonfinite
+from ._memory import full_weights as full_weights, master_weights as master_weights
+from ._memory import compress_state as compress_state
+from ._memory import full_state as full_state
+from ._memory import state_bytes as state_bytes
+from ._step import check as check
+from ._tools._guard import guard as guard
+from ._tools._inspect import explain as explain
+from ._tools._blame import blame as blame
+from ._tools._watch import monitor as monitor
+from ._tools._watch import compare as compare
+from ._tools._expect import expect as expect
+from ._tools._watch import expect_close as expect_close
 
 if _TYPE_CHECKING:
-    from ._forecast import forecast as forecast
+    from ._tools._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
     from . import quantization as quantization, reports as reports
 

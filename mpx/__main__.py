@@ -16,11 +16,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from . import _doctor
 from ._autocast import autocast
-from ._blame import BlameReport
-from ._errors import describe
-from ._inspect import explain
+from ._base.errors import describe
+from ._tools import _doctor
+from ._tools._blame import BlameReport
+from ._tools._inspect import explain
 
 _EXPLAIN = """\
 Report every operation of a function and its precision, without running it:
@@ -109,7 +109,7 @@ def _forecast(options: argparse.Namespace) -> None:
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":  # JAX's default
         # XLA warns of every program that it cannot make fit.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    from ._forecast import forecast
+    from ._tools._forecast import forecast
 
     func = _read_object(options.function, "")
     module = options.function.partition(":")[0]

@@ -35,8 +35,11 @@ Sharp edges:
   gives arrays, for functions that mpx does not call.
 """
 
+import contextlib
 import dataclasses
-from typing import NamedTuple
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -46,8 +49,9 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from ._errors import at_path, describe, listing, warn_user
-from ._flax_arrays import register_with_flax
+from ._base.errors import at_path, describe, listing, warn_user
+from ._base.tree import Guard, Whole, is_float_leaf, is_whole, path_text
+from ._base.typing import LeafPredicate
 from ._nnx_graph import is_nnx_module
 from ._quantize import (
     AbstractQuantizer,
@@ -56,8 +60,47 @@ from ._quantize import (
     TensorQuantizer,
     quantize,
 )
-from ._tree import Guard, Whole, is_float_leaf, is_whole, path_text
-from ._typing import LeafPredicate
+from ._settings import Payloads as Payloads, unkeyed, with_unkeyed
+
+# ----------------------------------------------------------------------------
+# Classes that are written by `flax.serialization` as their arrays.
+#
+# Flax writes what is registered with it, and says of everything else that it can not be
+# serialized. So these classes are registered where such objects are made, if the
+# program has imported Flax by then; mpx never does.
+
+
+def register_with_flax(*classes: type) -> None:
+    """Registers classes with Flax, if it is imported; again is allowed."""
+    serialization: Any = sys.modules.get("flax.serialization")
+    register = getattr(serialization, "register_serialization_state", None)
+    if register is None:  # not imported, or not wholly yet
+        return
+    for cls in classes:
+        register(cls, _written, _restored, override=True)
+
+
+def _written(node: PyTree) -> dict[str, object]:
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(node))}
+
+
+def _restored(target: PyTree, state: Any) -> PyTree:
+    leaves, tree = jax.tree.flatten(target)
+    found = [state.get(str(i)) for i in range(len(leaves))]
+    types = [
+        [(x.shape, x.dtype) for x in xs if x is not None] for xs in (leaves, found)
+    ]
+    if len(state) != len(leaves) or types[0] != types[1]:
+        raise ValueError(
+            f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
+            "must be stored as in the state. Make the target like the saved one, by "
+            "`mpx.quantization.quantize_weights(model, quantizer)` or "
+            "`mpx.compress_state(optimizer).init(params)`."
+        )
+    return jax.tree.unflatten(tree, found)
+
+
+# ----------------------------------------------------------------------------
 
 _CALL = "`mpx.quantization.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
@@ -382,3 +425,83 @@ def _check(quantizer: object, where: object) -> None:
             f"`where` of {_CALL} must be a function `where(path, leaf) -> bool`; got "
             f"{describe(where)}."
         )
+
+
+# ----------------------------------------------------------------------------
+# Which arrays stand for weights in 8 bits, so that products can read those instead.
+#
+# Functions compute with arrays, so a stored weight is dequantized where a function is
+# called. A product under a recipe of the same format reads its 8 bits: the payload and
+# the one inverse scale, as they are, and nothing reads the array, which is then never
+# made (under `jax.jit`). Its gradient goes to the array, as ever.
+#
+# An array and its payload are paired by the identity of the array, from the gradient
+# function, which dequantizes and differentiates, to the autocast function in it.
+#
+# Sharp edge: what JAX traces on the way (`jax.jit`, `jax.checkpoint` or `jax.shard_map`
+# around the autocast function, inside of the gradient function) makes arrays of its
+# own, of which nothing is known: a recipe quantizes them, as it does other weights.
+
+
+def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
+    """A tree with arrays for stored weights, and the payloads that are known.
+
+    Args:
+        tree: Any PyTree.
+
+    Returns:
+        What `dequantize_weights` gives, and the payloads of the arrays in it that have
+        one scale: those of `tree` and those that `reading` told of.
+    """
+    arrays = dequantize_weights(tree)
+    known = unkeyed().payloads
+    if arrays is tree:
+        return tree, known
+    pairs = zip(
+        jax.tree.leaves(tree, is_leaf=is_whole),
+        jax.tree.leaves(arrays, is_leaf=is_whole),
+        strict=True,
+    )
+    own = {
+        id(array): (array, dataclasses.replace(node.quantized, guard=None))
+        for node, array in pairs
+        if is_stored(node) and _has_one_scale(node.quantized)
+    }
+    return arrays, {**known, **own}
+
+
+def reading(payloads: Payloads) -> contextlib.AbstractContextManager[None]:
+    """Autocast functions that are called inside know these payloads."""
+    return with_unkeyed(payloads=payloads)
+
+
+def standing_for(
+    arrays: PyTree, others: PyTree
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, arrays such as tracers of a derivative are others of one structure.
+
+    Args:
+        arrays: The arrays, as a function gets them.
+        others: Those that may be known.
+    """
+    known = unkeyed().payloads
+    if not known:
+        return contextlib.nullcontext()
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(others), strict=True)
+    more = {
+        id(array): (array, known[id(other)][1])
+        for array, other in pairs
+        if id(other) in known
+    }
+    return reading({**known, **more})
+
+
+def payload_of(array: object, payloads: Mapping[int, Any]) -> QuantizedArray | None:
+    """The payload that an array stands for, if it is known."""
+    found = payloads.get(id(array))
+    return None if found is None else found[1]
+
+
+def _has_one_scale(quantized: QuantizedArray) -> bool:
+    is_whole = not quantized.axes and quantized.tensor_inverse_scale is None
+    return is_whole and not quantized.inverse_scale.shape

@@ -4,7 +4,7 @@ A training step needs none of these: it passes a recipe to `mpx.autocast`. They 
 custom recipes, and for arrays that are quantized outside a matmul.
 """
 
-from ._few_bits import CompressedArray as CompressedArray
+from ._memory import CompressedArray as CompressedArray
 from ._quantize import (
     AbstractQuantizer as AbstractQuantizer,
     AbstractRecipe as AbstractRecipe,
@@ -19,7 +19,7 @@ from ._quantize import (
     quantize as quantize,
     quantize_dequantize as quantize_dequantize,
 )
-from ._scaling import RecipeScaling as RecipeScaling
+from ._step import RecipeScaling as RecipeScaling
 from ._stored_weights import (
     StoredWeight as StoredWeight,
     dequantize_weights as dequantize_weights,

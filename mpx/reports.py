@@ -4,18 +4,22 @@
 raise them; a program that only prints a report needs none of these names.
 """
 
-from ._blame import BlameReport as BlameReport, Culprit as Culprit, Verdict as Verdict
-from ._contract import ContractError as ContractError
-from ._inspect import (
+from ._loss_scaling import StepRecord as StepRecord
+from ._memory import StateBytes as StateBytes
+from ._settings import Candidate as Candidate
+from ._tools._blame import (
+    BlameReport as BlameReport,
+    Culprit as Culprit,
+    Verdict as Verdict,
+)
+from ._tools._expect import ContractError as ContractError
+from ._tools._inspect import (
     Island as Island,
     Operation as Operation,
     Report as Report,
     Totals as Totals,
 )
-from ._loss_scaling import StepRecord as StepRecord
-from ._rules import Candidate as Candidate
-from ._state_bytes import StateBytes as StateBytes
-from ._watch import (
+from ._tools._watch import (
     Closeness as Closeness,
     Comparison as Comparison,
     FormatStatistics as FormatStatistics,

@@ -41,10 +41,10 @@ AREAS = {
     "_grad": "tests/grad tests/test_bad_gradients.py tests/test_bad_input.py",
     "_loss_scaling": "tests/test_loss_scaling.py tests/test_state.py tests/grad "
     "tests/test_bad_input.py",
-    "_master_weights.py": "tests/master_weights tests/test_stored_weights.py "
+    "_memory/_master_weights.py": "tests/master_weights tests/test_stored_weights.py "
     "tests/few_bits",
     "_stored_weights.py": "tests/test_stored_weights.py tests/test_stored_products.py",
-    "_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py",
+    "_step/_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py",
     "_few_bits": "tests/few_bits",
     "_blame": "tests/blame",
     "_watch": "tests/watch",

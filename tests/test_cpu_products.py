@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx import _cpu_products
-from mpx._jax_compat import HAS_CPU_FORM
+from mpx._program import cpu_products as _cpu_products
+from mpx._base.jax_compat import HAS_CPU_FORM
 from mpx._quantize import target_from
 
 pytestmark = pytest.mark.skipif(

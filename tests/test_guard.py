@@ -309,7 +309,7 @@ def test_many_bad_leaves_are_counted():
 
 
 def test_one_program_looks_at_all_arrays_and_gathers_none(good):
-    from mpx._guard import _flags
+    from mpx._tools._guard import _flags
 
     arrays = [x for x in jax.tree.leaves(divided(good)) if eqx.is_inexact_array(x)]
     compiled = jax.jit(_flags).lower(arrays).compile()

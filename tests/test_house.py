@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mpx._ambient_record import ambient, with_ambient, with_unkeyed
+from mpx._settings._ambient import ambient, with_ambient, with_unkeyed
 
 ROOT = Path(__file__).parents[1]
 
@@ -173,7 +173,7 @@ def test_a_call_runs_through_few_files_and_lines(call):
 def test_a_step_in_bfloat16_computes_nothing_of_recipes():
     """But names of dtypes, and the target, which tells what form a CPU wants."""
     found = {name for name in lines_of("step") if name.startswith("_quantize/")}
-    assert found <= {"_quantize/_format.py", "_quantize/_target.py"}
+    assert found <= {"_quantize/_formats/_format.py", "_quantize/_formats/_target.py"}
 
 
 def test_a_function_is_counted_without_its_docstring_and_once():
@@ -189,8 +189,8 @@ def test_a_function_is_counted_without_its_docstring_and_once():
 def test_the_package_has_few_ambient_variables():
     """What a call does is to stand in its signature; what cannot, in one place.
 
-    `mpx/_ambient_record.py` has what is part of the keys of JAX's caches, and what is
-    not; `mpx/_dtypes.py` the one that has a default for the whole process.
+    `mpx/_settings/_ambient.py` has what is part of the keys of JAX's caches, and what
+    is not; `mpx/_base/dtypes.py` the one that has a default for the whole process.
     """
     made = re.compile(r"make_user_context\(|ContextVar(?:\[[^(]*\])?\(")
     found = {
@@ -198,7 +198,7 @@ def test_the_package_has_few_ambient_variables():
         for path in sorted((ROOT / "mpx").rglob("*.py"))
         if (count := len(made.findall(path.read_text())))
     }
-    assert found == {"mpx/_ambient_record.py": 2, "mpx/_dtypes.py": 1}
+    assert found == {"mpx/_settings/_ambient.py": 2, "mpx/_base/dtypes.py": 1}
 
 
 def test_what_is_around_is_a_key_of_jax_by_its_fields():

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._init_optimizer import layouts_of
+from mpx._memory._init_optimizer import layouts_of
 
 from .grad.cases import same_bits
 

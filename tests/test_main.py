@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from mpx import _doctor
+from mpx._tools import _doctor
 from mpx.__main__ import main
 from mpx._quantize import Target, target_from
 
@@ -197,7 +197,7 @@ def test_doctor_finds_what_is_in_the_way(monkeypatch):
 
 @pytest.mark.third_party
 def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsys):
-    from mpx._forecast import _steps
+    from mpx._tools._forecast import _steps
 
     words = ["forecast", "tests.test_main:mean_square", "f32[64,32]", "f32[16,64]"]
     words += ["--optimizer", "adam", "--target", "tpu-v5e", "--precision", "bfloat16"]

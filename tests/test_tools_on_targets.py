@@ -16,8 +16,9 @@ import optax
 import pytest
 
 import mpx
-from mpx._counter import TARGETS as CHIPS, why_missing
 from mpx._quantize import target_from
+from mpx._tools._counter import TARGETS as CHIPS
+from mpx._tools._counter._targets import why_missing
 
 RECIPES = {
     "none": None,

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._program import equations
+from mpx._program.equations import equations
 from tests.helpers import slow_but
 from tests.registries import PRECISIONS
 

@@ -8,22 +8,20 @@ recipes need, and `_transform`. `_notes` says what was decided. `_convert`, `_sc
 `_lookup`, `_bias` and `_stacks` are each for one thing that is not emitted as it was
 written.
 
-What a program is stands in `mpx._program`, what a user says in `mpx._settings`, of
-single operations in `mpx._rules`, the state that recipes are given in
-`mpx._recipe_state`, and what travels between devices in `mpx._wire`; none of them knows
-autocast.
+What a program is stands in `mpx._program`, what a user says in
+`mpx._settings._settings`, of single operations in `mpx._settings._rules`, the state
+that recipes are given in `mpx._recipe_state`, and what travels between devices in
+`mpx._wire`; none of them knows autocast.
 """
 
-from ._call import (
-    NO_MASTER,
-    Invocation,
-    call_as_written,
-    call_autocast,
-    call_with_masters,
-    half_inputs,
+from ._call import NO_MASTER, call_as_written, call_with_masters, half_inputs
+from ._contexts import (
+    AmbientRecipe,
+    call_with_ambient,
+    in_contexts,
+    with_ambient_recipe,
 )
-from ._context import Programs
-from ._notes import (
+from ._decide import (
     IslandNote,
     Note,
     is_scaling_note,
@@ -31,6 +29,7 @@ from ._notes import (
     read_note,
     taking_notes,
 )
+from ._forced import force_full_precision
+from ._fused import FusedOperation, fused_operation, operation_of
 from ._recipe_call import is_marked
-from ._switched_off import is_switched_off
-from ._transform import ambient_residuals, autocast, recomputing, with_dtype, with_rule
+from ._transform import autocast, recomputing, with_dtype, with_rule

@@ -15,19 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from .._ambient_record import (
-    Payloads,
-    ambient,
-    note_float16,
-    settings_of,
-    trace,
-    unkeyed,
-    with_ambient,
-)
-from .._dtypes import is_half
-from .._jax_compat import with_weak_type
+from .._base.dtypes import is_half
+from .._base.jax_compat import with_weak_type
+from .._base.tree import path_text
+from .._base.typing import AnyArray, Aval
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
-from .._payloads import dequantized, payload_of
 from .._program import Call, named_like
 from .._recipe_state import (
     NOTHING_KNOWN,
@@ -38,18 +30,27 @@ from .._recipe_state import (
     known_scale,
     with_step,
 )
-from .._settings import Settings, Weights, recipes_in, region
-from .._stored_weights import StoredWeight
-from .._tree import path_text
-from .._typing import AnyArray, Aval
+from .._settings import (
+    Payloads,
+    Settings,
+    Weights,
+    ambient,
+    note_float16,
+    recipes_in,
+    region,
+    settings_of,
+    trace,
+    unkeyed,
+    with_ambient,
+)
+from .._stored_weights import StoredWeight, dequantized, payload_of
 from . import _control_flow, _custom_rules, _loops
 from ._context import Place, Programs, Run, Uses, Value, declared, is_castable
+from ._decide import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
 from ._demand import Demand, demands_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
-from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
-from ._origin import Origin
-from ._reach import reach_of_results
+from ._reach import Origin, reach_of_results
 from ._recipe_call import (
     Source,
     call_with_recipe,

@@ -18,12 +18,13 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
-from .._jax_compat import (
+from .._base.jax_compat import (
     bind_equation,
     composite_parameter,
     named_as,
     shard_map_axes,
 )
+from .._base.typing import AnyArray, Program
 from .._program import (
     checkpoint_params,
     constants_as_inputs,
@@ -33,13 +34,13 @@ from .._program import (
 )
 from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands, StepValues
-from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
 from ._context import (
     FULL,
     Facts,
     Place,
     Run,
+    Saving,
     Usage,
     Value,
     computed,
@@ -48,8 +49,7 @@ from ._context import (
 from ._decide import Case
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate, evaluate_within
-from ._origin import together_from
-from ._saving import Saving
+from ._reach import together_from
 from ._travel import entries_of, from_entry
 
 

@@ -23,8 +23,13 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
-from .._ambient_record import trace
-from .._jax_compat import bind_equation, open_jaxpr, own_source_lines, symbolic_zero
+from .._base.jax_compat import (
+    bind_equation,
+    open_jaxpr,
+    own_source_lines,
+    symbolic_zero,
+)
+from .._base.typing import AnyArray, Aval, Program
 from .._program import (
     aval_of,
     avals,
@@ -37,7 +42,7 @@ from .._program import (
     zero_results,
 )
 from .._recipe_state import NOTHING_KNOWN, StateOperands
-from .._typing import AnyArray, Aval, Program
+from .._settings import trace
 from ._context import Facts, Run, Value, computed, is_castable
 from ._control_flow import (
     as_dtype,

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .._jax_compat import open_jaxpr, scope_names
+from .._base.jax_compat import open_jaxpr, scope_names
+from .._base.typing import Atom, Aval, Program
 from .._program import (
     BackwardFlow,
     PrimitiveClass,
@@ -41,9 +42,7 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
-from .._rules import Precision
-from .._settings import Settings
-from .._typing import Atom, Aval, Program
+from .._settings import Precision, Settings
 from ._context import FULL, Run, is_castable
 
 

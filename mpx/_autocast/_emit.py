@@ -14,27 +14,26 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from .._cpu_products import in_cpu_form
-from .._jax_compat import (
+from .._base.jax_compat import (
     bind_equation,
     equation_context,
     is_differentiated,
     open_jaxpr,
     scope_names,
 )
+from .._base.typing import AnyArray, Atom
 from .._program import (
     Island,
     PrimitiveClass,
     aval_of,
     count,
+    in_cpu_form,
     is_along_vmap,
     parts,
     properties,
 )
 from .._quantize import Target, target_from
-from .._rules import Precision, Rule
-from .._typing import AnyArray, Atom
-from ._bias import with_rounded_gradient
+from .._settings import Precision, Rule
 from ._context import (
     FLOAT16,
     FULL,
@@ -49,14 +48,10 @@ from ._context import (
     literal,
     stream,
 )
-from ._convert import converted
-from ._decide import Case, Choice, Reason, apply_rules, choose
+from ._decide import Case, Choice, Reason, apply_rules, choose, noted, refuse_unknown
 from ._demand import Demand, Wanted, demands_of
-from ._lookup import finds_one_in_each_row, look_up
-from ._notes import noted, refuse_unknown
-from ._origin import CONSTANT, Origin
 from ._products import choose_recipe, emit_quantized
-from ._reach import UNUSED, reach_in
+from ._reach import CONSTANT, UNUSED, Origin, reach_in
 from ._rematerialize import (
     Site,
     Values,
@@ -65,19 +60,25 @@ from ._rematerialize import (
     of_float32,
     read_by_one,
 )
-from ._scatter import SCATTERS, scatter
-from ._sparse import sum_in_float32
-from ._stacks import cast_stacks
+from ._rewrites import (
+    SCATTERS,
+    converted,
+    finds_one_in_each_row,
+    look_up,
+    scatter,
+    sum_in_float32,
+    with_rounded_gradient,
+)
+from ._stacks import cast_stacks, emit_wide, widened
 from ._travel import (
     MARKS,
     asks_for_half_sums,
     moved_later,
     moved_payload,
+    note_origins,
     product_of_weight,
     travelled_weight,
 )
-from ._weights import note_origins
-from ._wide import emit_wide, widened
 
 Rewrite = Callable[[Case], list[Value]]
 _FIXED = frozenset((CONSTANT, Origin.WEIGHT))

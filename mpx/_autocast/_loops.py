@@ -23,13 +23,14 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import PyTree
 
-from .._jax_compat import (
+from .._base.jax_compat import (
     is_differentiated,
     open_jaxpr,
     scan_counts,
     scan_options,
     scope_names,
 )
+from .._base.typing import AnyArray, Atom, Aval
 from .._program import (
     aval_of,
     distinct_equations,
@@ -41,16 +42,13 @@ from .._program import (
 )
 from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
-from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
 from ._control_flow import make_values
-from ._decide import Case
+from ._decide import CARRY, Case, noted_cast
 from ._demand import UNREAD, Demand, Wanted, demands_for, demands_of
 from ._emit import Rewrite, evaluate
-from ._notes import CARRY, noted_cast
 from ._reach import reach_of_program
-from ._stacks import may_be_cast_early
-from ._wide import has_wide_loops, widened
+from ._stacks import has_wide_loops, may_be_cast_early, widened
 
 
 def rewrite_scan(case: Case) -> list[Value]:

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._ambient_record import ambient
-from .._jax_compat import explaining, is_transposed, manual_axes
+from .._base.jax_compat import explaining, is_transposed, manual_axes
+from .._base.typing import AnyArray, Length
 from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
@@ -47,14 +47,12 @@ from .._recipe_state import (
     shared,
     with_input_scale,
 )
-from .._typing import AnyArray, Length
+from .._settings import ambient
 from .._wire import dtype_of_sums
 from ._context import Usage, Value, computed
-from ._decide import Case, Choice, Reason, is_product_of_castable
-from ._notes import noted, refuse_slow
-from ._origin import CONSTANT
-from ._reach import DERIVATIVE, UNUSED, Reach
-from ._weights import are_weights
+from ._decide import Case, Choice, Reason, is_product_of_castable, noted, refuse_slow
+from ._reach import CONSTANT, DERIVATIVE, UNUSED, Reach
+from ._travel import are_weights
 
 _VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an

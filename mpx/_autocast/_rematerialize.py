@@ -13,8 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
-from .._dtypes import HALF
-from .._jax_compat import execution_context, execution_key, scope_names
+from .._base.dtypes import HALF
+from .._base.jax_compat import execution_context, execution_key, scope_names
+from .._base.typing import AnyArray
 from .._program import (
     Island,
     aval_of,
@@ -24,11 +25,10 @@ from .._program import (
     may_keep,
     measured_bytes,
 )
-from .._typing import AnyArray
 from ._context import FULL, Facts, Place, Run, Usage, Value
+from ._decide import USED, IslandNote, noted_cast, noted_island
 from ._demand import Demand, Demands
-from ._notes import USED, IslandNote, noted_cast, noted_island
-from ._weights import slots_for
+from ._travel import slots_for
 
 Values = dict[Var, Value]
 Dtypes = Sequence[np.dtype]

@@ -6,8 +6,8 @@ is given the gradient without the scale, in float32, and is computed in float32,
 nothing is lost that the scale was for. What it returns is scaled again.
 
 Where the scale comes from: a gradient function gives it when it is asked
-(`_recipe_state/_step.py`), and differentiates by it. The scale is an operand of each
-such function here. It counts as differentiated where that gradient function
+(`_recipe_state/_operands.py`), and differentiates by it. The scale is an operand of
+each such function here. It counts as differentiated where that gradient function
 differentiates, but not where a derivative within the loss does, whose gradients have no
 scale.
 
@@ -27,14 +27,15 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._ambient_record import ambient
-from .._jax_compat import (
+from .._base.jax_compat import (
     bind_equation,
     equation_context,
     open_jaxpr,
     own_source_lines,
     place_of,
 )
+from .._base.tree import finite_by_leaf
+from .._base.typing import AnyArray
 from .._loss_scaling import StaticLossScaling
 from .._program import (
     Frame,
@@ -49,11 +50,9 @@ from .._program import (
     widened,
 )
 from .._recipe_state import StepAsked
-from .._tree import finite_by_leaf
-from .._typing import AnyArray
+from .._settings import ambient
 from ._context import FULL
-from ._decide import Choice, Reason
-from ._notes import noted
+from ._decide import Choice, Reason, noted
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 

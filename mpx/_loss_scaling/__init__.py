@@ -14,25 +14,18 @@ as a result. Closed over, it would be frozen at its first value; the gradient fu
 raise where they see that.
 """
 
-from ._base import AbstractLossScaling as AbstractLossScaling
-from ._dynamic import DynamicLossScaling as DynamicLossScaling
-from ._fixed import (
-    NoLossScaling as NoLossScaling,
-    StaticLossScaling as StaticLossScaling,
-)
-from ._record import (
-    StepRecord as StepRecord,
-    advance_record as advance_record,
-    refuse_arithmetic as refuse_arithmetic,
-    refuse_limit as refuse_limit,
-    replaced as replaced,
-    validate_record as validate_record,
-)
-from ._scaled import scaled as scaled
+from ._abstract import AbstractLossScaling, scaled
+from ._concrete import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from ._state_dict import (
-    kinds as kinds,
-    read_record as read_record,
-    read_version as read_version,
-    refuse_other_keys as refuse_other_keys,
-    write_state as write_state,
+    StepRecord,
+    advance_record,
+    kinds,
+    read_record,
+    read_version,
+    refuse_arithmetic,
+    refuse_limit,
+    refuse_other_keys,
+    replaced,
+    validate_record,
+    write_state,
 )

@@ -2,14 +2,212 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
 
-from .._errors import describe, differences, listing
-from ._record import StepRecord, replaced, validate_record
+from .._base.errors import describe, differences, listing
+from .._base.typing import AnyArray, BoolScalar
+
+# ----------------------------------------------------------------------------
+# What happened in the steps so far: counters that every loss scaling carries.
+
+# How many places of the last bad step are remembered. They are numbers, not names, so
+# that the state keeps its structure; `mpx.check` turns them into paths.
+PLACES = 8
+
+LARGEST_COUNT = 2**31 - 1
+
+Module = TypeVar("Module", bound=eqx.Module)
+
+
+class StepRecord(eqx.Module):
+    """Counters of a training run, exact and part of the state.
+
+    They saturate at 2^31 - 1, the largest int32.
+
+    Attributes:
+        steps: The number of steps.
+        skipped: The total number of skipped steps.
+        bad_losses: Those of them whose loss was non-finite before it was scaled, which
+            is not caused by the scale.
+        skipped_in_a_row: Steps skipped since the last good one.
+        last_finite: The number of the last good step, counted from 1; 0 if there is
+            none.
+        finite: Whether the last step was good; True before the first.
+        halted: Whether a limit was exceeded, after which `mpx.optimizer_step` changes
+            nothing.
+        places: The first eight non-finite places of the last skipped step: 0 is the
+            loss, the next ones the gradient's leaves, then the optimizer's state; -1 is
+            unused.
+        places_seen: The number of places checked in that step; 0 if unknown.
+        last_bad: The number of the last skipped step, counted from 1; 0 if there is
+            none.
+        bad_scale: Its loss scale; 0 if there is none, or it is unknown.
+    """
+
+    steps: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+    bad_losses: Int32[Array, ""]
+    skipped_in_a_row: Int32[Array, ""]
+    last_finite: Int32[Array, ""]
+    finite: Bool[Array, ""]
+    halted: Bool[Array, ""]
+    places: Int32[Array, "8"]
+    places_seen: Int32[Array, ""]
+    last_bad: Int32[Array, ""]
+    bad_scale: Float32[Array, ""]
+
+    def __init__(self) -> None:
+        # One array each: donated buffers must not be shared.
+        self.steps = jnp.zeros((), jnp.int32)
+        self.skipped = jnp.zeros((), jnp.int32)
+        self.bad_losses = jnp.zeros((), jnp.int32)
+        self.skipped_in_a_row = jnp.zeros((), jnp.int32)
+        self.last_finite = jnp.zeros((), jnp.int32)
+        self.finite = jnp.ones((), bool)
+        self.halted = jnp.zeros((), bool)
+        self.places = jnp.full((PLACES,), -1, jnp.int32)
+        self.places_seen = jnp.zeros((), jnp.int32)
+        self.last_bad = jnp.zeros((), jnp.int32)
+        self.bad_scale = jnp.zeros((), jnp.float32)
+
+
+def _updated(
+    record: StepRecord,
+    finite: BoolScalar,
+    places_finite: Array | None,
+    loss_finite: BoolScalar | None = None,
+    loss_scale: AnyArray | None = None,
+) -> StepRecord:
+    """The record after one more step.
+
+    Args:
+        record: The record, which stays as it is.
+        finite: Whether the step was good, one boolean.
+        places_finite: One boolean for each place, in the order of `places`; with None
+            the places of a bad step are unknown, -1.
+        loss_finite: Whether the loss was finite before it was scaled; None for what
+            `places_finite` says first.
+        loss_scale: The scale that the step had; None if there is none.
+
+    Returns:
+        The new record.
+    """
+    select, steps = jax.lax.select, counted(record.steps)
+    row = record.skipped_in_a_row
+    is_bad_loss = ~finite & ~loss_was_finite(places_finite, loss_finite)
+    seen = 0 if places_finite is None else places_finite.size
+    return replaced(
+        record,
+        steps=steps,
+        skipped=select(finite, record.skipped, counted(record.skipped)),
+        bad_losses=select(is_bad_loss, counted(record.bad_losses), record.bad_losses),
+        skipped_in_a_row=select(finite, jnp.zeros_like(row), counted(row)),
+        last_finite=select(finite, steps, record.last_finite),
+        finite=finite,
+        places=select(finite, record.places, _first_places(places_finite)),
+        places_seen=select(
+            finite, record.places_seen, jnp.full_like(record.places_seen, seen)
+        ),
+        last_bad=select(finite, record.last_bad, steps),
+        bad_scale=record.bad_scale
+        if loss_scale is None
+        else select(finite, record.bad_scale, loss_scale),
+    )
+
+
+# Jitted, so that it is traced once and not in each step.
+advance_record = jax.jit(_updated)
+
+
+def counted(counter: Int32[Array, ""]) -> Int32[Array, ""]:
+    """A counter one further; the largest one stays, where int32 would wrap around."""
+    return jax.lax.min(counter, np.int32(LARGEST_COUNT - 1)) + np.int32(1)
+
+
+def loss_was_finite(
+    places_finite: Bool[Array, " n"] | None, loss_finite: BoolScalar | None
+) -> BoolScalar:
+    """Whether the loss of a step was finite before it was scaled, if anybody said."""
+    if loss_finite is not None:
+        return loss_finite
+    if places_finite is None:
+        return jnp.ones((), bool)
+    # The first one. As a slice it is dead code to XLA (jaxlib 0.10.2, 2026-11) as soon
+    # as it is simplified, and with it in the program the transpose of a weight's
+    # gradient is not folded into its product: the optimizer then runs on transposed
+    # weights, and copies them there and back (`benchmarks workloads`, experts).
+    is_other = np.arange(places_finite.size) > 0
+    return jax.lax.reduce_and(places_finite | is_other, axes=(0,))
+
+
+def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
+    none = jnp.full((PLACES,), -1, jnp.int32)
+    if places_finite is None:
+        return none
+    # One sort. `jnp.nonzero` is a program of its own: cumulative sums and scatters.
+    last = places_finite.size
+    padded = jnp.pad(places_finite, (0, PLACES), constant_values=True)
+    numbers = jax.lax.iota(jnp.int32, padded.size)
+    first = jax.lax.sort(jax.lax.select(padded, jnp.full_like(numbers, last), numbers))[
+        :PLACES
+    ]
+    return jax.lax.select(first == last, none, first)
+
+
+def refuse_arithmetic(record: StepRecord, call: str) -> None:
+    """Raises `TypeError` where somebody has computed with the counters.
+
+    `jax.tree.map` of an average over a whole training state does.
+    """
+    if record.finite.dtype != bool or record.steps.dtype != np.int32:
+        raise TypeError(
+            f"{call} must be an unchanged loss scaling with int32 counters; got "
+            f"{record.steps.dtype}. Exclude it from `jax.tree.map`: average weights, "
+            "not a training state."
+        )
+
+
+def validate_record(record: StepRecord, owner: type) -> None:
+    """Raises `ValueError` for counters that no run can reach; reads values."""
+    read = {f.name: np.asarray(getattr(record, f.name)) for f in fields(record)}
+    order = ("skipped_in_a_row", "skipped", "steps")
+    order = (*zip(order, order[1:], strict=False), ("last_finite", "steps"))
+    order = (*order, ("last_bad", "steps"))
+    for small, large in (*order, ("bad_losses", "skipped")):
+        if not np.all((read[small] >= 0) & (read[small] <= read[large])):
+            raise ValueError(
+                f"`{small}` of `mpx.{owner.__name__}` must be between 0 and "
+                f"`{large}`, {read[large]}; got {read[small]}."
+            )
+
+
+def refuse_limit(limit: Any, call: str) -> None:
+    """Raises unless a limit of skipped steps is None or a whole number."""
+    is_int = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if limit is not None and (not is_int or limit < 0):
+        raise ValueError(
+            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at "
+            "least "
+            f"0; got {describe(limit)}."
+        )
+
+
+def replaced(module: Module, **changes: object) -> Module:
+    """A copy of a module with other fields, past its `__init__` and its checks."""
+    new = object.__new__(type(module))
+    for name, value in {**vars(module), **changes}.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+# ----------------------------------------------------------------------------
 
 VERSION = 3
 

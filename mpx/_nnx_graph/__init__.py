@@ -19,17 +19,11 @@ Flax is imported by the calls, never by importing this module.
 """
 
 from ._checks import (
-    refuse_method as refuse_method,
-    refuse_weights as refuse_weights,
+    has_nnx_objects,
+    is_nnx_module,
+    is_nnx_object,
+    places,
+    refuse_method,
+    refuse_weights,
 )
-from ._forms import (
-    has_nnx_objects as has_nnx_objects,
-    is_nnx_module as is_nnx_module,
-    is_nnx_object as is_nnx_object,
-    places as places,
-)
-from ._parts import (
-    Parts as Parts,
-    call_with_objects as call_with_objects,
-    taken_apart as taken_apart,
-)
+from ._parts import Parts, call_with_objects, taken_apart

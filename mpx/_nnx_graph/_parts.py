@@ -9,25 +9,23 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._tree import ModelState, NamedLeaves, select_tree
-from .._typing import AnyArray, BoolScalar
+from .._base.tree import ModelState, NamedLeaves, select_tree
+from .._base.typing import AnyArray, BoolScalar
 from ._checks import (
-    NEW_FORM,
-    Checks,
-    refuse_change_from_outside,
-    with_form_of,
-)
-from ._forms import (
     FIXED,
     GROUPS,
+    NEW_FORM,
     STATE,
     WEIGHT,
     Changed,
+    Checks,
     Origin,
     Slot,
     Taken,
     is_nnx_object,
     place_text,
+    refuse_change_from_outside,
+    with_form_of,
 )
 
 _CONTEXT = "mpx"

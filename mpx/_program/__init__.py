@@ -4,6 +4,7 @@ It knows no precision but the class that each primitive has by default.
 """
 
 from .calls import Call, Form, divide, is_array_or_type, named_like
+from .cpu_products import in_cpu_form, multiply_to_float32
 from .cuts import Box, are_apart, boxes_read, is_covered, is_read_once
 from .equations import (
     FEW_USES,
@@ -15,7 +16,6 @@ from .equations import (
     constants_as_inputs,
     count,
     distinct_equations,
-    equations,
     is_along_vmap,
     is_inexact,
     is_multiplication,
@@ -40,12 +40,26 @@ from .flow import (
     walk_inside,
 )
 from .homogeneity import is_proportional
-from .islands import Island, parts, reachable
+from .islands import (
+    Island,
+    goes_around,
+    is_made_of_product,
+    is_residual,
+    is_sum_of_products,
+    looked_up,
+    makers_of,
+    parts,
+    reachable,
+)
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
-from .probe import is_seen_into, probed
-from .probes import Probe, Records, Tagged
-from .remat import computed_again, is_worth_while, recomputed_if_cheap
-from .residuals import may_keep, measured_bytes
+from .probe import Probe, Records, Tagged, is_seen_into, probed
+from .remat import (
+    computed_again,
+    is_worth_while,
+    may_keep,
+    measured_bytes,
+    recomputed_if_cheap,
+)
 from .source import (
     LIBRARIES,
     DataScope,
@@ -64,13 +78,5 @@ from .source import (
     source_span,
     user_frame,
     with_lines_of,
-)
-from .streams import (
-    goes_around,
-    is_made_of_product,
-    is_residual,
-    is_sum_of_products,
-    looked_up,
-    makers_of,
 )
 from .widening import widened

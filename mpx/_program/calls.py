@@ -17,7 +17,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from .._typing import AnyArray
+from .._base.typing import AnyArray
 
 ARRAYS = jax.Array | np.ndarray | np.generic
 

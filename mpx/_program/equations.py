@@ -19,14 +19,14 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._jax_compat import (
+from .._base.jax_compat import (
     composite_parameter,
     manual_axes_of,
     open_jaxpr,
     scan_counts,
     shard_map_axes,
 )
-from .._typing import AnyArray, Atom, Aval, Program
+from .._base.typing import AnyArray, Atom, Aval, Program
 from .primitives import PrimitiveClass, properties
 
 OTHERS = "for other platforms"

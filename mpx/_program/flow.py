@@ -3,8 +3,8 @@
 A *fact* is what an analysis knows of a value. It travels along the equations, into the
 programs that an equation holds and out of them again, and through loops until it stays
 the same. An analysis of values is a `Flow` or a `BackwardFlow`. Those that count or
-search instead of joining facts (`_autocast/_loops.py`, `_inspect/_costs.py`, `_blame/`)
-walk the programs of an equation themselves, by `sub_jaxprs`.
+search instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
+`_tools/_blame/`) walk the programs of an equation themselves, by `sub_jaxprs`.
 """
 
 import abc
@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from .._jax_compat import open_jaxpr, place_of
-from .._typing import Atom
+from .._base.jax_compat import open_jaxpr, place_of
+from .._base.typing import Atom
 from .equations import SubJaxpr, sub_jaxprs
 from .source import Frame, ScopeEntry, frames_within, scopes
 

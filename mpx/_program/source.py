@@ -14,8 +14,8 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._jax_compat import open_jaxpr, raw_frames
-from .._typing import Program
+from .._base.jax_compat import open_jaxpr, raw_frames
+from .._base.typing import Program
 
 
 @dataclasses.dataclass(frozen=True)

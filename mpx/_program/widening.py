@@ -12,15 +12,15 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._dtypes import HALF
-from .._jax_compat import (
+from .._base.dtypes import HALF
+from .._base.jax_compat import (
     bind_equation,
     equation_context,
     open_jaxpr,
     scan_counts,
     scan_options,
 )
-from .._typing import AnyArray, Program
+from .._base.typing import AnyArray, Program
 from .equations import aval_of, distinct_equations, program_of, run_by, sub_jaxprs
 from .primitives import PrimitiveClass, properties
 

@@ -10,53 +10,54 @@ finite numbers saturate, while an infinity or a NaN shows in every product (see
 `_quantize`).
 """
 
-from ._ahead import (
-    may_read,
-    may_travel,
-    quantized_ahead,
-    stored_ahead,
+from ._formats._blocks import (
+    Join,
+    e8m0_code,
+    e8m0_from_code,
+    e8m0_scale,
+    nvfp4_scale,
+    nvfp4_tensor_scale,
 )
-from ._amax import Join
-from ._array import QuantizedArray
-from ._casting import amax_of
-from ._convolution import ConvolutionProduct
-from ._delayed import (
-    DelayedScaling,
-    DelayedScalingState,
-)
-from ._explain import formats_of, path_of
-from ._format import Format
-from ._four_bits import encode
-from ._hadamard import hadamard_transform, signs_of
-from ._kernel import AbstractKernel
-from ._linear import LinearProduct
-from ._noise import (
+from ._formats._format import Format
+from ._formats._hadamard import hadamard_transform, signs_of
+from ._formats._rounding import (
+    encode,
+    flushed,
     hashed,
+    largest_magnitude,
     mixed,
     noise_of_hash,
     places,
+    power_of_two,
+    round_finite,
     uniform,
+    up_or_down,
 )
-from ._operands import (
-    has_blocks,
-    rounds_stochastically,
+from ._formats._target import Target, read_target, target_from, target_of
+from ._products._ahead import may_read, may_travel, quantized_ahead, stored_ahead
+from ._products._linear import (
+    ConvolutionProduct,
+    LinearProduct,
+    RaggedProduct,
+    has_ragged_form,
 )
-from ._product import (
-    AbstractProduct,
-    PrequantizedWeight,
-    quantized_product,
-)
-from ._products import UNITS, Path
-from ._quantize import quantize, quantize_dequantize
-from ._quantizers import (
+from ._products._lowering import UNITS, Path
+from ._products._operands import has_blocks, rounds_stochastically
+from ._products._paths import formats_of, path_of
+from ._products._product import AbstractProduct, PrequantizedWeight, quantized_product
+from ._quantizers._array import QuantizedArray
+from ._quantizers._casting import amax_of
+from ._quantizers._delayed import DelayedScaling, DelayedScalingState
+from ._quantizers._kinds import (
+    AbstractKernel,
     AbstractQuantizer,
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     TensorQuantizer,
 )
-from ._ragged import RaggedProduct, has_ragged_form
-from ._recipes import (
+from ._quantizers._quantize import quantize, quantize_dequantize
+from ._quantizers._recipes import (
     AbstractRecipe,
     CustomRecipe,
     Float8BlockScaling,
@@ -65,18 +66,3 @@ from ._recipes import (
     NVFP4BlockScaling,
     Role,
 )
-from ._rounding import (
-    flushed,
-    largest_magnitude,
-    power_of_two,
-    round_finite,
-    up_or_down,
-)
-from ._scales import (
-    e8m0_code,
-    e8m0_from_code,
-    e8m0_scale,
-    nvfp4_scale,
-    nvfp4_tensor_scale,
-)
-from ._target import Target, read_target, target_from, target_of

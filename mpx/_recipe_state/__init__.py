@@ -1,8 +1,18 @@
 """What a training step gives to its products: the state of recipes, and its number."""
 
-from ._copies import ROLES, repeated, shared, with_input_scale
-from ._missing import MissingScales, missing_from
-from ._operands import NOTHING_KNOWN, StateOperands, StepValues
+from ._operands import (
+    NOTHING_KNOWN,
+    MissingScales,
+    StateOperands,
+    StepAsked,
+    StepValues,
+    asked_for_step,
+    at_step,
+    is_random,
+    known_scale,
+    missing_from,
+    with_step,
+)
 from ._slots import (
     ProvidedState,
     Request,
@@ -17,12 +27,7 @@ from ._slots import (
     is_collecting_requests,
     note_used,
     providing_state,
-)
-from ._step import (
-    StepAsked,
-    asked_for_step,
-    at_step,
-    is_random,
-    known_scale,
-    with_step,
+    repeated,
+    shared,
+    with_input_scale,
 )

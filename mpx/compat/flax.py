@@ -13,8 +13,7 @@ but `from_bytes` returns a dictionary instead of the loss scaling.
 
 from typing import Any
 
-from .._few_bits import CompressedArray
-from .._flax_arrays import register_with_flax
+from .._base.tree import Guard
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -22,10 +21,10 @@ from .._loss_scaling import (
     read_record,
     write_state,
 )
+from .._memory import CompressedArray
 from .._quantize import QuantizedArray
-from .._scaling import RecipeScaling
-from .._stored_weights import StoredWeight
-from .._tree import Guard
+from .._step import RecipeScaling
+from .._stored_weights import StoredWeight, register_with_flax
 
 __all__ = ["register_serialization"]
 

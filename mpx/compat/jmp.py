@@ -33,12 +33,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .. import _policy
-from .._cast import cast_leaves
-from .._dtypes import float_dtype, full_precision_of, half_precision
-from .._errors import describe
-from .._tree import all_finite, bool_scalar, select_tree as _select_tree
-from .._typing import BoolLike
+from .._base.dtypes import float_dtype, full_precision_of, half_precision
+from .._base.errors import describe
+from .._base.tree import all_finite, bool_scalar, select_tree as _select_tree
+from .._base.typing import BoolLike
+from .._settings import Policy as _Policy, cast_leaves, get_policy as _get_policy
 
 # The release of JMP whose names these are.
 __version__ = "0.0.4"
@@ -60,7 +59,7 @@ __all__ = (
 _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f64"}
 
 
-class Policy(_policy.Policy):
+class Policy(_Policy):
     """Dtypes of parameters, computation and outputs; `str` gives JMP's short form.
 
     The fields are JAX's scalar types, as in JMP: `policy.compute_dtype(1)` is a number,
@@ -99,7 +98,7 @@ def get_policy(policy_name: str) -> Policy:
     """
     with half_precision(half_dtype()):
         try:
-            policy = _policy.get_policy(policy_name)
+            policy = _get_policy(policy_name)
         except TypeError as error:
             if not isinstance(policy_name, str):
                 raise

@@ -20,13 +20,8 @@ from jax.experimental import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._jax_compat import (
-    as_varying,
-    manual_axes,
-    shape_varying_like,
-    varying_axes,
-)
-from .._typing import AnyArray, DTypeLike, Shape
+from .._base.jax_compat import as_varying, manual_axes, shape_varying_like, varying_axes
+from .._base.typing import AnyArray, DTypeLike, Shape
 
 BLOCK = 32
 """What divides both sizes of a matrix; no device has a piece of such a block."""

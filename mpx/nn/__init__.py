@@ -8,14 +8,22 @@ Import the module explicitly: `import mpx.nn`.
 """
 
 from ._dot_product_attention import dot_product_attention as dot_product_attention
-from ._layers import LayerNorm as LayerNorm, Linear as Linear, RMSNorm as RMSNorm
-from ._losses import cross_entropy as cross_entropy
-from ._multihead import MultiheadAttention as MultiheadAttention
-from ._normalize import layer_norm as layer_norm, rms_norm as rms_norm
+from ._layers import (
+    LayerNorm as LayerNorm,
+    Linear as Linear,
+    RMSNorm as RMSNorm,
+    layer_norm as layer_norm,
+    rms_norm as rms_norm,
+)
 from ._softmax import (
+    cross_entropy as cross_entropy,
     log_softmax as log_softmax,
     logsumexp as logsumexp,
+    mean as mean,
     softmax as softmax,
+    variance as variance,
 )
-from ._statistics import mean as mean, variance as variance
-from ._transformer import TransformerLayer as TransformerLayer
+from ._transformer import (
+    MultiheadAttention as MultiheadAttention,
+    TransformerLayer as TransformerLayer,
+)

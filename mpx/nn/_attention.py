@@ -31,11 +31,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from .._ambient_record import ambient
-from .._fused_operation import FusedOperation, fused_operation
-from .._jax_compat import as_varying, explaining, varying_axes
+from .._autocast import FusedOperation, fused_operation
+from .._base.jax_compat import as_varying, explaining, varying_axes
+from .._base.typing import AnyArray
 from .._quantize import Target
-from .._typing import AnyArray
+from .._settings import ambient
 from ._attention_kernel import (
     Kernel,
     differentiable,

@@ -30,10 +30,10 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array, PyTree
 
-from .._dtypes import is_half
+from .._base.dtypes import is_half
+from .._base.typing import AnyArray, Atom, Program
 from .._program import aval_of, divide, is_inexact, sub_jaxprs
 from .._quantize import Target, target_from
-from .._typing import AnyArray, Atom, Program
 from ._attention_products import (
     AttentionOptions,
     Implementation,

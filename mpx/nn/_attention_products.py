@@ -26,8 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._quantize import Target
-from ._elementwise import drop
-from ._recomputed import linear, widen
+from ._recomputed import drop, linear, widen
 from ._softmax import tangent_of_softmax
 
 Implementation = Literal["xla", "cudnn"] | None

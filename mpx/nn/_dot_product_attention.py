@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
-from .._ambient import call_with_ambient
-from .._errors import describe
+from .._autocast import call_with_ambient
+from .._base.errors import describe
 from ._attention import attend
 from ._attention_products import AttentionOptions, Implementation, Operands
 from ._layers import broadcasts, check_rate

@@ -16,10 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from .._dtypes import float_dtype, full_precision_of, is_half
-from .._typing import DTypeLike
+from .._base.dtypes import float_dtype, full_precision_of, is_half
+from .._base.typing import DTypeLike
 
 # Given a value of a function, gives it back, and keeps it for the backward pass.
 Keep = Callable[[Array], Array]
@@ -117,3 +117,78 @@ def result_dtype(x: Array, dtype: DTypeLike | None, caller: str) -> np.dtype:
         return float_dtype(dtype, caller)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return x.dtype if is_float else np.dtype(np.float32)
+
+
+# ----------------------------------------------------------------------------
+# Activations, dropout and the addition of a bias, element by element.
+
+
+def activate(
+    activation: Callable[[Array], Array], x: Float[Array, "..."], *gate: Array
+) -> Float[Array, "..."]:
+    """An activation, perhaps times a gate, computed in float32.
+
+    Kept for the backward pass: the half-precision inputs.
+    """
+
+    def evaluate(_: Keep, x: Array, *gate: Array) -> Array:
+        y = activation(widen(x))
+        return (y * widen(gate[0]) if gate else y).astype(x.dtype)
+
+    return recomputed(evaluate, x, *gate)
+
+
+def add_bias(x: Float[Array, "... n"], bias: Float[Array, " n"]) -> Array:
+    """The sum in the dtype of x; the gradient of the bias is summed in float32."""
+    wide = widen(x)
+    total = wide + bias.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + bias.shape)
+    return total.astype(x.dtype)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray) -> Array:
+    """`drop` of elements that a key chooses."""
+    return drop(x, jax.random.bernoulli(key, 1 - rate, x.shape), rate)
+
+
+def drop(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Array:
+    r"""Sets elements to 0 that are not kept and divides the rest by 1 - rate.
+
+    Kept for the backward pass: the mask, one byte for each element.
+    """
+
+    def evaluate(keep: Array, x: Array) -> Array:
+        return jnp.where(keep, widen(x) / (1 - rate), 0).astype(x.dtype)
+
+    return linear(evaluate, keep, x)
+
+
+# ----------------------------------------------------------------------------
+# Rotary positions.
+
+
+def rotate(
+    x: Float[Array, "batch seq heads size"], base: float
+) -> Float[Array, "batch seq heads size"]:
+    r"""Rotary positions: turns pairs of channels by angles that grow with the position.
+
+    $$\begin{pmatrix} y_i \\ y_{i + d/2} \end{pmatrix} =
+    \begin{pmatrix} \cos t\theta_i & -\sin t\theta_i \\
+    \sin t\theta_i & \cos t\theta_i \end{pmatrix}
+    \begin{pmatrix} x_i \\ x_{i + d/2} \end{pmatrix}, \qquad
+    \theta_i = \text{base}^{-2i/d}$$
+
+    Angles, sines and cosines are float32; kept for the backward pass is nothing of the
+    size of x. Reference: Su et al., RoFormer, 2021, equation 34.
+    """
+    length, half = x.shape[1], x.shape[-1] // 2
+    dtype = widen(x[:0]).dtype
+    rates = base ** (-jnp.arange(half, dtype=dtype) / half)
+    angles = jnp.arange(length, dtype=dtype)[:, None] * rates[None, :]
+
+    def evaluate(turns: tuple[Array, Array], x: Array) -> Array:
+        cos, sin = (turn[None, :, None, :] for turn in turns)
+        first, second = jnp.split(widen(x), 2, axis=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        return jnp.concatenate(turned, -1).astype(x.dtype)
+
+    return linear(evaluate, (jnp.cos(angles), jnp.sin(angles)), x)

@@ -33,9 +33,9 @@ Variable are cast to the Variable's dtype.
 This module needs Flax and imports it; `import mpx` does neither.
 """
 
-from ._compare import compare as compare
 from ._gradients import (
     blame as blame,
+    compare as compare,
     grad as grad,
     value_and_grad as value_and_grad,
 )

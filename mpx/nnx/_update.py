@@ -7,9 +7,9 @@ import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
-from .._errors import at_path, describe, differences, listing
-from .._tree import bool_scalar, path_text, select_tree
-from .._typing import BoolLike
+from .._base.errors import at_path, describe, differences, listing
+from .._base.tree import bool_scalar, path_text, select_tree
+from .._base.typing import BoolLike
 
 
 def update(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._program import Island, measured_bytes, parts
-from mpx._program.residuals import kept_bytes
+from mpx._program.remat import kept_bytes
 
 from ..helpers import slow_but
 from .blocks import block, layer_norm, vit_parameters

@@ -12,7 +12,7 @@ from jax.experimental import sparse
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
-from mpx._program import equations
+from mpx._program.equations import equations
 
 DTYPES = ("bfloat16", "float16")
 

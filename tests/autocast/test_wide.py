@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._autocast._wide import has_wide_loops
-from mpx._hlo_text import computations
-from mpx._jax_compat import WIDENS_STACKS
+from mpx._autocast._stacks import has_wide_loops
+from mpx._base.jax_compat import WIDENS_STACKS
 from mpx._quantize import read_target
-from mpx._settings import Settings
+from mpx._settings._settings import Settings
+from mpx._tools._counter._hlo import computations
 
 from .counting import equations, relative_error
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import mpx
-from mpx._blame import _record, _replay
+from mpx._tools._blame import _record, _replay
 
 LAYERS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 4, 8, 128, 256, 4, 512
 

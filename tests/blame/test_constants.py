@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from mpx._blame._blame import _each_once
+from mpx._tools._blame._blame import _each_once
 
 from .plants import line_of
 

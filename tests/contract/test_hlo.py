@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx import _hlo_text
-from mpx._contract import _hlo, _operations
+from mpx._tools._counter import _hlo as _hlo_text
+from mpx._tools._counter import _hlo
+from mpx._tools._expect import _operations
 
 from .cases import BF16, F32, broken
 
@@ -158,7 +159,7 @@ def test_flops_are_those_that_xla_counts():
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_a_program_for_a_tpu():
     """Products, gathers, scatters and callbacks of a step sharded over four chips."""
-    from mpx import _counter
+    from mpx._tools import _counter
 
     chips = _counter.compile_only_devices(_counter.TARGETS["v5e"], 4)
     place = NamedSharding(Mesh(np.array(chips), ("d",)), P("d"))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx.contrib._eight_bits import in_both_layouts
+from mpx.contrib._pallas import in_both_layouts
 from tests.contrib.kernels import (
     dtypes_of_maxima,
     filter_deprecation,

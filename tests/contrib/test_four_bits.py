@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._quantize._amax import alone, joined_over
-from mpx._quantize._operands import Copies, _packed_along
-from mpx._quantize._target import CPU
+from mpx._quantize._formats._blocks import alone, joined_over
+from mpx._quantize._formats._target import CPU
+from mpx._quantize._products._operands import Copies, _packed_along
 from mpx.contrib._four_bits import quantize_four_bits
 from mpx.contrib._tiles import has_tiles
 from tests.collectives import compiled

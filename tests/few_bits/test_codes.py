@@ -8,9 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._few_bits._array import CompressedArray, compressed
-from mpx._few_bits._bits import Noise, joined, round_randomly, split
-from mpx._few_bits._codes import Code, decode, encode, layout_of
+from mpx._memory._codes import (
+    Code,
+    CompressedArray,
+    Noise,
+    compressed,
+    decode,
+    encode,
+    joined,
+    layout_of,
+    round_randomly,
+    split,
+)
 
 CODES = [Code(*each) for each in itertools.product((8, 16), (True, False))]
 each_code = pytest.mark.parametrize("code", CODES, ids=str)

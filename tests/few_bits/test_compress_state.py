@@ -13,10 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 import mpx
-from mpx._few_bits._array import compressed
-from mpx._few_bits._bits import Noise
-from mpx._few_bits._codes import Code
-from mpx._few_bits._kinds import kinds_of
+from mpx._memory._codes import Code, Noise, compressed
+from mpx._memory._intervals import kinds_of
 
 from ..grad.cases import same_bits
 from ..helpers import unchecked_annotations

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpx._few_bits._intervals import Bounds, Intervals
+from mpx._memory._intervals import Bounds, Intervals
 from mpx._program import propagate
 
 RANGES = [(-2.0, 3.0), (0.0, 1.0), (0.0, 50.0), (1.0, 8.0), (-3.0, -1.0), (-1.0, 0.0)]

@@ -12,7 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpx
-from mpx._few_bits import CompressedArray, SmallWeightsState
+from mpx._memory import CompressedArray
+from mpx._memory._small_weights import SmallWeightsState
 
 from ..grad.cases import same_bits
 

@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from mpx._forecast import _steps
+from mpx._tools._forecast import _steps
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpx
-from mpx._counter import TARGETS, why_missing
+from mpx._tools._counter import TARGETS
+from mpx._tools._counter._targets import why_missing
 
 pytestmark = pytest.mark.third_party
 

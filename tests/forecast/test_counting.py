@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import mpx
-from mpx._counter import (
-    TARGETS,
-    frames_of,
-    kernels_of,
-    messages,
-    roof_seconds,
+from mpx._tools._counter import TARGETS, frames_of, kernels_of, messages
+from mpx._tools._counter._kernels import roof_seconds
+from mpx._tools._forecast._estimate import (
+    kind_of,
+    quantizing_bytes,
+    seconds,
+    temporaries_by_part,
+    times_of,
 )
-from mpx._forecast._model import kind_of, quantizing_bytes, seconds, times_of
-from mpx._forecast._peak import temporaries_by_part
 
 H100 = TARGETS["h100"].roof
 SCORES = '"intermediate_tensor_shape": {"dimensions": ["2", "4", "16", "16"]}'

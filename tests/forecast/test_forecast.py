@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpx
-from mpx._counter import TARGETS, why_missing
-from mpx._forecast import _estimate, _steps
 from mpx._program import Frame
+from mpx._tools._counter import TARGETS
+from mpx._tools._counter._targets import why_missing
+from mpx._tools._forecast import _estimate, _steps
 
 pytestmark = pytest.mark.third_party
 

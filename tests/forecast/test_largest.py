@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpx._forecast._largest import largest_batch, pays_from
+from mpx._tools._forecast._forecast import largest_batch, pays_from
 
 LIMIT = 84_978_434_048  # of an H100
 WEIGHTS, ROW = 1_400_000_000, 252_000_000

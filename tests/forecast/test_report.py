@@ -10,12 +10,17 @@ import optax
 import pytest
 
 import mpx
-from mpx._counter import TARGETS
-from mpx._forecast import Constant, Estimate, Forecast, KernelGroup, Matmul
-from mpx._forecast._matmuls import quantized
-from mpx._forecast._rules import gain
-from mpx._forecast._steps import Precision, Step
-from mpx._forecast._tables import constant_text, tables
+from mpx._tools._counter import TARGETS
+from mpx._tools._forecast._forecast_report import (
+    Constant,
+    Estimate,
+    KernelGroup,
+    Matmul,
+    gain,
+    quantized,
+)
+from mpx._tools._forecast._forecast_views import Forecast, constant_text, tables
+from mpx._tools._forecast._steps import ForecastStep as Step, Variant as Precision
 
 HALF = Estimate(
     target="h100",

@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 
 import mpx
-from mpx._grad._attempt import finite_flags
+from mpx._step._attempt import finite_flags
 
 from ..helpers import unscaled
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._grad import Options
+from mpx._step import Options
 
 from ..helpers import unchecked_annotations, unscaled
 from .cases import (

@@ -14,15 +14,15 @@ import pytest
 from jax.sharding import AxisType
 
 import mpx
-from mpx._inspect._table import headline
-from mpx._inspect._units import (
+from mpx._quantize._formats._target import target_from
+from mpx._tools._inspect._report import (
     bytes_text,
     count_text,
     flops_text,
     share_text,
     short_type,
 )
-from mpx._quantize._target import target_from
+from mpx._tools._inspect._views import headline
 
 
 def loss(w, x):

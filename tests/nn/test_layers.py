@@ -199,7 +199,7 @@ def test_gated_perceptrons(name, dtype, getkey):
 
 
 def test_a_gate_keeps_its_half_inputs():
-    from mpx.nn._elementwise import activate
+    from mpx.nn._recomputed import activate
 
     x = jnp.ones((4, 8), jnp.bfloat16)
     kept = kept_arrays(lambda x, y: activate(jax.nn.silu, x, y), x, x)
@@ -251,7 +251,7 @@ def test_rotary_positions_are_those_of_equinox(getkey):
 @pytest.mark.parametrize("dtype", HALF)
 def test_rotary_positions_stay_exact_far_out(dtype):
     """Positions are float32: in half precision 2,049 is not even a number."""
-    from mpx.nn._rotary import rotate
+    from mpx.nn._recomputed import rotate
 
     x = jnp.ones((1, 3000, 1, 2), dtype)
     exact = np.cos(2999.0) - np.sin(2999.0)
@@ -295,7 +295,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("dtype", WIDE)
     def test_rate_and_scale(self, dtype, getkey):
-        from mpx.nn._elementwise import dropout
+        from mpx.nn._recomputed import dropout
 
         x = jnp.ones(20_000, dtype)
         key = getkey()

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from mpx._autocast import _control_flow, _custom_rules, _loops, _scatter
-from mpx._inspect import _costs
+from mpx._autocast import _control_flow, _custom_rules, _loops, _rewrites as _scatter
 from mpx._program import PRIMITIVES, Flops, PrimitiveClass, primitives, properties
+from mpx._tools._inspect import _costs
 
 # Imports every module, which the other tests of this process need not suffer.
 _SEARCH = """

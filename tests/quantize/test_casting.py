@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._arithmetic import EXACT
-from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_of, is_cast
-from mpx._quantize._four_bits import pack
-from mpx._quantize._quantizers import Asked
-from mpx._quantize._rounding import round_to_format
-from mpx._quantize._target import CPU, target_from
+from mpx._quantize._formats._arithmetic import EXACT
+from mpx._quantize._formats._rounding import pack, round_to_format
+from mpx._quantize._formats._target import CPU, target_from
+from mpx._quantize._quantizers._casting import (
+    CAST,
+    CAST_OF_WEIGHT,
+    _to_e2m1,
+    amax_of,
+    is_cast,
+)
+from mpx._quantize._quantizers._kinds import Asked
 from tests.helpers import slow_but
 
 FORMATS = [mpx.Format.E4M3, mpx.Format.E5M2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._four_bits import pack, unpack
+from mpx._quantize._formats._rounding import pack, unpack
 from tests.helpers import slow_but
 from tests.reference import low_precision as reference
 

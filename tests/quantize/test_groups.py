@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._quantize._amax import alone
-from mpx._quantize._groups import quantized_in_groups
-from mpx._quantize._operands import Copies
-from mpx._quantize._products import numbers_and_scale
-from mpx._quantize._target import CPU
+from mpx._quantize._formats._blocks import alone
+from mpx._quantize._formats._target import CPU
+from mpx._quantize._products._contraction import quantized_in_groups
+from mpx._quantize._products._lowering import numbers_and_scale
+from mpx._quantize._products._operands import Copies
 from mpx.quantization import (
     BlockQuantizer,
     MXFP8Quantizer,

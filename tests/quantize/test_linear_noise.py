@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._noise import Noise, noise_from, noise_of_hash
+from mpx._quantize._formats._rounding import Noise, noise_from, noise_of_hash
 from tests.quantize.linear_cases import matrix_product, result_and_gradients
 
 PRODUCT = matrix_product(mpx.NVFP4BlockScaling())

@@ -11,12 +11,11 @@ import pytest
 
 import mpx
 from mpx._quantize import Target
-from mpx._quantize._amax import alone
-from mpx._quantize._block_units import _with_axis_last
-from mpx._quantize._contraction import contractions
-from mpx._quantize._operands import Copies
-from mpx._quantize._products import _dequantized, _in_fp8
-from mpx._quantize._target import CPU
+from mpx._quantize._formats._blocks import alone
+from mpx._quantize._formats._target import CPU
+from mpx._quantize._products._contraction import contractions
+from mpx._quantize._products._lowering import _dequantized, _in_fp8, _with_axis_last
+from mpx._quantize._products._operands import Copies
 from mpx.quantization import (
     AbstractRecipe,
     BlockQuantizer,

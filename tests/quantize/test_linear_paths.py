@@ -16,12 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._quantize import target_from
-from mpx._quantize._amax import alone
-from mpx._quantize._block_units import _with_axis_last
-from mpx._quantize._contraction import contractions
-from mpx._quantize._operands import Copies
-from mpx._quantize._products import _dequantized, _in_fp8, _in_fp8_to_sum
-from mpx._quantize._target import CPU
+from mpx._quantize._formats._blocks import alone
+from mpx._quantize._formats._target import CPU
+from mpx._quantize._products._contraction import contractions
+from mpx._quantize._products._lowering import (
+    _dequantized,
+    _in_fp8,
+    _in_fp8_to_sum,
+    _with_axis_last,
+)
+from mpx._quantize._products._operands import Copies
 from mpx.quantization import AbstractQuantizer, AbstractRecipe, Role, TensorQuantizer
 from tests.autocast.counting import equations
 from tests.quantize.linear_cases import (

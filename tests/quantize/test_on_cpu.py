@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._arithmetic import EXACT
-from mpx._quantize._on_cpu import ON_CPU
-from mpx._quantize._rounding import flushed
-from mpx._quantize._target import CPU_WITH_UNITS, target_from
+from mpx._quantize._formats._arithmetic import EXACT, ON_CPU
+from mpx._quantize._formats._rounding import flushed
+from mpx._quantize._formats._target import CPU_WITH_UNITS, target_from
 from tests.autocast.counting import equations
 
 from ..reference import low_precision as reference

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._rounding import round_to_format
+from mpx._quantize._formats._rounding import round_to_format
 from tests import helpers
 from tests.quantize.cases import DATA, KINDS, QUANTIZERS, codes_of, scales_of
 from tests.reference import low_precision as reference

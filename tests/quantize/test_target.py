@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from mpx._ambient_record import settings_of
-from mpx._forecast._views import Forecast
 from mpx._quantize import Target, path_of, target_from
-from mpx._quantize._target import target_of, this_cpu
+from mpx._quantize._formats._target import target_of, this_cpu
+from mpx._settings._ambient import settings_of
+from mpx._tools._forecast._forecast_views import Forecast
 from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
 from tests.quantize.linear_cases import matrix_product
 

@@ -13,9 +13,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import mpx
-from mpx._watch._formats import asked_formats, round_to
-from mpx._watch._report import _readable
-from mpx._watch._statistics import counts, tensor_statistics
+from mpx._tools._watch._monitor_report import _readable
+from mpx._tools._watch._statistics import (
+    asked_formats,
+    counts,
+    round_to,
+    tensor_statistics,
+)
 from mpx.quantization import Role
 
 from ..helpers import slow_but, unchecked_annotations

@@ -1,0 +1,252 @@
+"""The gradient of a product and a bias, written once.
+
+The product of the backward pass reads it in half precision, the sum for the bias as it
+is. XLA's compiler for GPUs (jaxlib 0.10.2) writes it twice, in float32, too: a tenth of
+the memory of a ViT's step for an H100 (`benchmarks residuals`). Rounded once for both
+it is written once, and summed on the way. A cast to half precision and back does not
+do: the compiler leaves it out, but not what is computed between. The compiler for TPUs
+(libtpu 0.0.42) needs no help, and a tenth more traffic with it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import AxisType
+from jaxtyping import Array
+
+from .._base.dtypes import is_half
+from .._base.jax_compat import bind_equation, is_for_tpu
+from .._base.typing import AnyArray, Length, Shape
+from .._program import aval_of, avals
+from ._context import FULL, Value, computed, declared, is_castable
+from ._decide import Case
+
+
+def with_rounded_gradient(case: Case, results: list[Value]) -> list[Value]:
+    """What was bound for one operation, its gradient rounded if it adds a bias.
+
+    Args:
+        case: An `add` that gives float32.
+        results: Its results.
+
+    Returns:
+        Its results.
+    """
+    products = [v.dtype for v in case.operands if v.is_computed_in_half]
+    if not products or all(v.facts.parameter is None for v in case.operands):
+        return results
+    target = case.settings.target
+    if is_for_tpu() if target is None else target.platform == "tpu":
+        return results
+    (summed,) = results
+    array = _rounded(summed.array, products[0])
+    return [Value(array, summed.facts, slots=summed.slots)]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: AnyArray, dtype: np.dtype) -> AnyArray:
+    return x
+
+
+@_rounded.defjvp
+def _(
+    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
+) -> tuple[AnyArray, AnyArray]:
+    (x,), (dot,) = primals, tangents
+    one = jax.lax.optimization_barrier(np.ones((), dtype))
+    half = jax.lax.convert_element_type(dot, dtype) * one
+    return x, jax.lax.convert_element_type(half, dot.dtype)
+
+
+# ----------------------------------------------------------------------------
+# Lookups of one number in each row: the logit of the label, in a cross-entropy.
+#
+# $$y_b = x_{b, i_b} \qquad \bar x_{b, v} = \bar y_b \, [v = i_b]$$
+#
+# JAX transposes such a gather into a scatter into zeros. XLA fuses nothing behind a
+# scatter, so the gradient of the logits is written in float32, read, written again and
+# cast. As a comparison it is part of the kernel that writes it in half precision: of a
+# Llama with 32,000 words, 8 times 1,024 of them, a step moves 71.0 GB where it moved
+# 75.2 (542 M weights, 8 layers; jax 0.10.2, compiled for an H100, November 2026). The
+# numbers are the same: one is added to zero.
+
+
+def finds_one_in_each_row(equation: JaxprEqn) -> bool:
+    """Whether a gather takes one number of each row of an array of floats.
+
+    The rows lie along one axis, and the array has an index for every other one, as
+    `jnp.take_along_axis` and an index under `jax.vmap` have it.
+    """
+    operand, indices = map(aval_of, equation.invars)
+    numbers = equation.params["dimension_numbers"]
+    rest = tuple(d for d in range(operand.ndim) if d not in numbers.start_index_map)
+    alone = _without(indices.shape[:-1], numbers.start_indices_batching_dims)
+    return (
+        jnp.issubdtype(operand.dtype, jnp.floating)
+        and len(numbers.start_index_map) == 1
+        and tuple(sorted(numbers.operand_batching_dims)) == rest
+        and not numbers.offset_dims
+        and all(length == 1 for length in alone)
+        and AxisType.Explicit not in operand.sharding.mesh.axis_types
+    )
+
+
+def look_up(equation: JaxprEqn, x: Array, indices: Array) -> Array:
+    """The result of such a gather, whose derivative is a comparison.
+
+    Indices out of range give what the mode of the gather says, and no gradient, or
+    that of the nearest number.
+    """
+
+    @jax.custom_jvp
+    def found(x: Array, indices: Array) -> Array:
+        return bind_equation(equation, x, indices)[0]
+
+    @found.defjvp
+    def _found_jvp(
+        primals: tuple[Array, Array], tangents: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        x, indices = primals
+        # Computed again for the transpose, or the comparison would be kept for it.
+        chosen = jax.checkpoint(functools.partial(_chosen, equation), prevent_cse=False)
+        return found(x, indices), chosen(tangents[0], indices)
+
+    return found(x, indices)
+
+
+def _chosen(equation: JaxprEqn, x: Array, indices: Array) -> Array:
+    """The numbers that the indices name, as a sum of those that are compared equal."""
+    numbers = equation.params["dimension_numbers"]
+    (axis,) = numbers.start_index_map
+    pairs = zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    )
+    place = dict(pairs)  # of an axis of the array, among those of the indices
+    rows = _without(x.shape, (axis,))
+    order = [place[d] for d in range(x.ndim) if d != axis]
+    index = lax.squeeze(indices, [indices.ndim - 1])
+    alone = [d for d in range(index.ndim) if d not in order]
+    index = lax.squeeze(index.transpose(*order, *alone), range(len(order), index.ndim))
+    if index.dtype.itemsize < 4:  # of which not every position is one
+        index = index.astype(jnp.int32)
+    if equation.params["mode"] == lax.GatherScatterMode.CLIP:
+        index = jnp.clip(index, 0, x.shape[axis] - 1)
+    positions = lax.broadcasted_iota(index.dtype, x.shape, axis)
+    is_chosen = positions == jnp.expand_dims(index, axis)
+    y = jnp.sum(jnp.where(is_chosen, x, 0), axis=axis)  # of one number: exact
+    turned = y.transpose(*sorted(range(len(rows)), key=order.__getitem__))
+    return turned.reshape(aval_of(equation.outvars[0]).shape)
+
+
+def _without(shape: Shape, axes: tuple[int, ...]) -> tuple[Length, ...]:
+    return tuple(length for d, length in enumerate(shape) if d not in axes)
+
+
+# ----------------------------------------------------------------------------
+# Scatters, which hold a program of their own in the declared dtype.
+
+SCATTERS = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-sub": jax.lax.scatter_sub,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
+
+
+def scatter(equation: JaxprEqn, arrays: list[AnyArray]) -> AnyArray:
+    """The result of a scatter of arrays that are perhaps of another dtype now."""
+    if arrays[0].dtype == aval_of(equation.invars[0]).dtype:
+        return bind_equation(equation, *arrays)[0]
+    params = equation.params
+    operand, indices, updates = arrays
+    return SCATTERS[equation.primitive.name](
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+
+
+# ----------------------------------------------------------------------------
+# Products of sparse matrices, which JAX adds up in the dtype of their operands.
+#
+# A dense product of half precision is summed in float32 by the units, whoever writes
+# it. A sparse one is a gather and a scatter-add in the program: a row of 4,000 ones
+# sums up to 256 in bfloat16. So it is bound in float32, and rounded as a dense one is:
+#
+# $$y = \operatorname{half}(\operatorname{f32}(A) \operatorname{f32}(x)) \qquad \bar x =
+# \operatorname{half}(\operatorname{f32}(A)^T \operatorname{f32}(\bar y))$$
+
+
+def sum_in_float32(equation: JaxprEqn, *arrays: AnyArray) -> list[AnyArray]:
+    """Binds a product of half precision so that its sums are in float32.
+
+    So are those of its derivatives. Only what comes in is kept for them, and in half
+    precision: widening it is computed again.
+
+    Args:
+        equation: The product, whose parameters name half precision, if any.
+        *arrays: Its operands: those in half precision, and indices.
+
+    Returns:
+        Its results, in half precision.
+    """
+    (dtype,) = {x.dtype for x in arrays if is_half(x.dtype)}
+    params = dict(equation.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = FULL
+    wide_equation = equation.replace(params=params)
+
+    def product(*arrays: AnyArray) -> list[AnyArray]:
+        wide = [x.astype(FULL) if is_half(x.dtype) else x for x in arrays]
+        return [x.astype(dtype) for x in bind_equation(wide_equation, *wide)]
+
+    return jax.checkpoint(product, prevent_cse=False)(*arrays)
+
+
+# ----------------------------------------------------------------------------
+# Casts that the program itself makes.
+
+
+def converted(equation: JaxprEqn, value: Value) -> Value:
+    """The result of a cast of the program, of a value as it is now.
+
+    Args:
+        equation: The cast.
+        value: Its operand.
+
+    Returns:
+        The value in the dtype that is asked for; in the one that it has, where the
+        program asks for what it had already.
+    """
+    target = equation.params["new_dtype"]
+    from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
+    if not is_castable(from_aval) or not is_castable(to_aval):
+        (array,) = bind_equation(equation, value.array)
+        # Masks, positions, labels: like arguments they begin no residual stream.
+        is_number = jnp.issubdtype(from_aval.dtype, jnp.integer)
+        is_number = is_number or from_aval.dtype == np.bool_
+        return declared(array) if is_number else computed(array)
+    if from_aval.dtype == target:
+        # A cast to what the program has already does not undo what was chosen: half
+        # precision stays so.
+        if equation.params.get("sharding") is None:
+            return value
+        params = {**equation.params, "new_dtype": value.dtype}
+        (array,) = bind_equation(equation.replace(params=params), value.array)
+        return Value(array, value.facts, slots=value.slots, stored=value.stored)
+    array = value.cast(target)
+    facts = value.facts._replace(is_declared=value.is_constant)
+    result = Value(array, facts, value.is_constant, value.slots, value.stored)
+    if value.facts.is_weight and value.dtype == FULL:
+        result.float32_source = value
+    return result

@@ -1,0 +1,386 @@
+"""What differs from one version of JAX to the next, each behind a function.
+
+Tested with jax 0.10, 0.11 and 0.12. All modules of JAX used here are public, but not
+everything is documented: the classes in a name stack, the context and traceback of an
+equation, `get_bind_params`. So a new version is tried here first.
+
+Elsewhere are the names of primitives, which may be new or renamed
+(`_program/primitives.py`, `REWRITES` in `_autocast/`), the versions of XLA:CPU that
+`_tools/_doctor.py` warns of, and Pallas's Triton backend (`contrib/`).
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.ad_checkpoint
+from jax.core import AbstractValue
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from jax.interpreters import ad, mlir, partial_eval
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+# Since jaxlib 0.11 XLA's CPU compiler sums some products of bfloat16 in bfloat16.
+NEEDS_CPU_FORM = jax.__version_info__ >= (0, 11)
+# With jaxlib 0.10.0 it has no such library, and no such products of some shapes.
+HAS_CPU_FORM = jax.__version_info__ >= (0, 10, 2)
+# Before, it widens the whole of a bfloat16 array of which a part is written.
+WIDENS_STACKS = jax.__version_info__ < (0, 11)
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes over which the code being traced runs once per device.
+
+    These are the axes of `shard_map` and of `pmap`; empty elsewhere, also under
+    `jax.jit` over a mesh, where the program is one for all devices.
+    """
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def spans_devices(leaf: object) -> bool:
+    """Whether an array, as far as its type says, lies on a mesh of several devices."""
+    mesh = _mesh_of(leaf)
+    return mesh is not None and mesh.size > 1
+
+
+def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
+    """The mesh that an array lies on, as far as its type says; None without one."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
+def mesh_of(leaves: Sequence[object]) -> Mesh | AbstractMesh | None:
+    """The mesh that is set, or else the one that arrays lie on; None without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    meshes = (_mesh_of(leaf) for leaf in leaves)
+    return next((one for one in meshes if one is not None), None)
+
+
+def is_on_a_mesh() -> bool:
+    """Whether the code being traced is for several devices, as a mesh that is set says.
+
+    So does `shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
+def is_for_tpu() -> bool:
+    """Whether the code being traced is for TPUs.
+
+    By the devices of the mesh where it tells, else by JAX's default device, which
+    starts the backend.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = getattr(device, "device_kind", None)
+    if kind is not None:
+        return kind.lower().startswith("tpu")
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    return chosen.platform == "tpu"
+
+
+def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
+    """Binds the primitive of a jaxpr's equation to new operands.
+
+    Args:
+        equation: The equation.
+        *operands: What to bind its primitive to.
+
+    Returns:
+        The results as a list, also where the primitive has just one.
+    """
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    results = primitive.bind(*operands, **params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
+    """Has policies of `jax.checkpoint` asked about a primitive as if it were another.
+
+    They know JAX's products by identity. A result that a policy would move to the
+    memory of the host is kept where it is.
+    """
+
+    def rule(policy: Any, unknown: Any, is_made: Any, equation: JaxprEqn) -> Any:
+        operands = zip(equation.invars, is_made, strict=True)
+        missing = [v for v, made in operands if isinstance(v, Var) and not made]
+        if any(unknown):
+            return None, equation, [True], [True], missing
+        avals = [v.aval for v in equation.invars]
+        answer = policy(known, *avals, **equation.params)
+        if answer and answer is not jax.ad_checkpoint.Recompute:
+            return equation, None, [False], [False], []
+        return equation, equation, [False], [True], missing
+
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def layouts_are_said(context: Any) -> bool:
+    """Whether a layout may be said of arrays in what is lowered in a context.
+
+    Not in an exported program, which holds no such call, nor where the compiler divides
+    the program among devices: that of jaxlib 0.10 gathers what the call reads.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    if module.lowering_parameters.for_export:
+        return False
+    if isinstance(axes, mlir.SPMDAxisContext):  # by hand, over some axes of a mesh
+        return set(axes.manual_axes) == set(axes.mesh.axis_names)
+    return getattr(axes, "num_devices", 1) == 1
+
+
+def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:
+    """The sharding that a type says, of an array whose axes are in another order.
+
+    None without a mesh; on all devices where the type says none.
+    """
+    sharding = aval.sharding
+    if not sharding.mesh.empty:
+        entries = tuple(sharding.spec[axis] for axis in order)
+        return sharding.update(spec=sharding.spec.update(partitions=entries))
+    mesh = jax.sharding.get_abstract_mesh()
+    spec = PartitionSpec(*(None,) * len(order))
+    return None if mesh.empty else NamedSharding(mesh, spec)
+
+
+def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
+    """An array that gives way in promotion, as a Python number does, or no longer."""
+    # The function around it makes arrays of strong types only.
+    convert = jax.lax.convert_element_type_p
+    return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
+
+
+def execution_context(equation: JaxprEqn) -> contextlib.AbstractContextManager[object]:
+    """The mesh that an equation is for, and the device that computes it."""
+    return equation.ctx.manager
+
+
+def execution_key(equation: JaxprEqn) -> Hashable:
+    """What equations have in common that are for the same mesh and device."""
+    context = equation.ctx
+    metadata = tuple(sorted((context.xla_metadata or {}).items()))
+    return context.cur_abstract_mesh, context.compute_type, metadata
+
+
+@contextlib.contextmanager
+def equation_context(equation: JaxprEqn) -> Iterator[None]:
+    """What an equation was traced in, for what is emitted for it.
+
+    Its source lines, its named scopes, and its execution context.
+    """
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        with execution_context(equation):
+            yield
+
+
+class _NoTraceback:
+    """Says that there is none: JAX takes None for "leave it as it is".
+
+    In jax 0.10 to 0.12; a context of its own would do as well, if it could be reset.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        """What JAX asks for where an error passes by."""
+
+
+def own_source_lines() -> contextlib.AbstractContextManager[object]:
+    """What is traced inside has the lines that call it, not those of an equation."""
+    nothing: Any = _NoTraceback()
+    stack = source_info_util.current_name_stack()
+    return source_info_util.user_context(nothing, name_stack=stack)
+
+
+def traced_for_all(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for `jax.jit`, what it traces without the lines of its first caller.
+
+    JAX keeps what it has traced, and gives it to callers on other lines.
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with own_source_lines():
+            return func(*args, **kwargs)
+
+    return wrapped
+
+
+def place_of(program: Jaxpr) -> tuple[str, int]:
+    """File and line of the function that a program was traced from; "" if unknown."""
+    _, _, place = program.debug_info.func_src_info.partition(" at ")
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if line.isdigit() else ("", 0)
+
+
+def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
+    """The named scopes of an equation, the outermost first, without transforms."""
+    # The classes are not public, so they are told apart by name (jax 0.10 to 0.12).
+    stack = equation.source_info.name_stack.stack
+    return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
+def manual_axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes over which an equation runs once per device: see `manual_axes`."""
+    return tuple(equation.ctx.cur_abstract_mesh.manual_axes)
+
+
+def is_transposed(equation: JaxprEqn) -> bool:
+    """Whether an equation was made by transposing a derivative."""
+    return "transpose" in _transforms(equation)
+
+
+def is_differentiated(equation: JaxprEqn) -> bool:
+    """Whether an equation is part of a derivative."""
+    return not _transforms(equation).isdisjoint(("jvp", "transpose"))
+
+
+def _transforms(equation: JaxprEqn) -> set[str]:
+    """The transforms of JAX that made an equation; a named scope is none."""
+    stack = equation.source_info.name_stack.stack
+    return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: params[name] for name in names if name in params}
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan equation are constants, and how many are carried."""
+    if "num_consts" in params:  # before jax 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """The jaxpr without its constants; before jax 0.11 a class of its own."""
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner
+
+
+def named_as(closed: ClosedJaxpr, original: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program that says it was traced from the function that another one was."""
+    jaxpr, place = open_jaxpr(closed), open_jaxpr(original).debug_info.func_src_info
+    info = jaxpr.debug_info._replace(func_src_info=place)  # it has its own operands
+    return ClosedJaxpr(jaxpr.replace(debug_info=info), closed.consts)
+
+
+def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:
+    """Code and instruction of each frame of an equation's traceback, innermost first.
+
+    Empty where this version of JAX does not say.
+    """
+    found = getattr(traceback, "raw_frames", None)
+    return list(zip(*found(), strict=True)) if found else []
+
+
+def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """The mesh axes over which a shard_map equation splits its program."""
+    is_new = "newly_manual_axes" in params  # since jax 0.11
+    axes = params["newly_manual_axes" if is_new else "manual_axes"]
+    # A set, whose order differs from process to process.
+    return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
+
+
+def composite_parameter(params: dict[str, Any]) -> str:
+    """The name of the parameter that holds the decomposition of a composite."""
+    return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11
+
+
+def stack(arrays: Sequence[Any]) -> Array:
+    """Arrays of one type, along a new first axis."""
+    found = getattr(jax.lax, "stack", None)  # since jax 0.10.1; several times as fast
+    return jax.numpy.stack(arrays) if found is None else found(arrays)
+
+
+def varying_axes(x: object) -> frozenset[str]:
+    """The axes of `shard_map` on which a value varies; empty where nobody checks."""
+    return type_varies_on(jax.typeof(x))
+
+
+def type_varies_on(kind: object) -> frozenset[str]:
+    """The axes of `shard_map` on which values of a type vary."""
+    found = getattr(kind, "manual_axis_type", None)
+    return frozenset() if found is None else frozenset(found.varying)
+
+
+def shape_varying_like(
+    x: object, shape: tuple[int, ...], dtype: object
+) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a result that varies on the axes of `shard_map` that `x` does.
+
+    A kernel of Pallas has to say so.
+    """
+    kind: Any = jax.typeof(x)
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype, manual_axis_type=kind.manual_axis_type)
+
+
+def as_varying(x: object, axes: frozenset[str]) -> Any:
+    """The value as one that varies on these axes of `shard_map`, too."""
+    # Sorted: the order of a set of texts differs from process to process, and processes
+    # that share devices must run one program.
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def symbolic_zero(aval: AbstractValue) -> Any:
+    """A cotangent known to be zero, as pullbacks of `jax.vjp` take it.
+
+    A rule with `symbolic_zeros=True` is then told so; others get an array of zeros, and
+    so do all before jax 0.10.2, whose pullbacks take arrays only.
+    """
+    zero = ad.Zero(aval.to_ct_aval())
+    is_taken = jax.__version_info__ >= (0, 10, 2)
+    return zero if is_taken else ad.instantiate_zeros(zero)
+
+
+def set_for_all_threads(context: Any, value: object) -> None:
+    """Sets the default of a user context; what was traced with another is stale."""
+    if not hasattr(context, "set_global"):  # before jax 0.10.1
+        raise RuntimeError(
+            "`mpx.set_half_precision_datatype` needs jax 0.10.1 or later; this is "
+            f"jax {jax.__version__}. Set it for a block instead: `with "
+            "mpx.half_precision(...):`."
+        )
+    context.set_global(value)
+
+
+@contextlib.contextmanager
+def explaining(
+    kinds: tuple[type[Exception], ...], words: tuple[str, ...], message: str
+) -> Iterator[None]:
+    """Says another message in the place of JAX's, which is `{error}` in it.
+
+    Where a version of JAX has other words, its own error comes as it is.
+
+    Args:
+        kinds: Which errors.
+        words: One of these is in the message of JAX.
+        message: What to say.
+    """
+    try:
+        yield
+    except kinds as error:
+        if not any(text in str(error) for text in words):
+            raise
+        raise type(error)(message.format(error=error)) from error

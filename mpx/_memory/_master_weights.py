@@ -1,0 +1,424 @@
+r"""Master weights in the optimizer, for models whose own weights are half precision.
+
+The model holds $p$ (bfloat16, float16, or 8 bits, see
+`mpx.quantization.quantize_weights`), the optimizer's state holds the *masters* $m$
+(float32) next to its moments, and after every step
+
+$$p = \operatorname{round}(m)$$
+
+bit for bit (in 8 bits by the scale that stands beside them). That is harder than it
+looks, because an Optax transformation returns an *update* $u$ and others compute
+$p + u$. No array $u$ will do. Optax computes the sum in the promoted dtype and casts,
+Equinox does not cast, so a float32 update makes the model float32; and in half
+precision a sum cannot reach every number: from 1, all that bfloat16 can reach below
+$2^{-8}$ is zero. So an update is a `NewWeight`, an object of which `p + u` is the new
+weight, as it is.
+
+Sharp edges:
+
+- It is no array: put `master_weights` outermost (or last in a chain), and what changes
+  updates (clipping, schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it;
+  apply the updates in the function that computed them, not outside of its `jit`.
+- A weight that is not its rounded master was changed by somebody else, and that one is
+  right: the master starts anew from it. So a model that was loaded without its
+  optimizer's state, or a weight that was clipped, is never overwritten in silence.
+- The inner optimizer sees float32: masters, gradients, and moments made from them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
+
+from .._base.dtypes import is_half
+from .._base.errors import at_path, describe
+from .._base.tree import is_float_leaf, path_text, select_tree
+from .._base.typing import AnyArray, BoolScalar
+from .._settings import cast_leaf
+from .._step import Transformation, refuse_optimizer, was_skipped
+from .._stored_weights import Range, StoredWeight, is_stored
+from ._small_weights import (
+    CALL,
+    NewWeight,
+    SmallWeights,
+    SmallWeightsState,
+    full_weight,
+)
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        masters: Like the weights, in float32; None for weights that have no copy. For
+            all of the model see `full_weights`.
+        inner_state: The state of the inner optimizer.
+        ranges: Of weights in 8 bits with one scale, what the next one is made of: two
+            numbers each. None elsewhere.
+    """
+
+    masters: PyTree
+    inner_state: PyTree
+    ranges: PyTree
+
+
+def master_weights(
+    optimizer: Any, *, bits: Literal[32, 16, 8, 0] = 32
+) -> Transformation:
+    r"""Wraps an Optax transformation to keep float32 masters of narrower weights.
+
+    $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
+        (u, o') = \operatorname{update}(\text{float32}(g), o, m)$$
+
+    For models whose weights $p$ are bfloat16 or float16: they need no cast in the
+    forward pass, and half the bytes where they are gathered. Also for weights stored in
+    8 bits by `mpx.quantization.quantize_weights`. Without masters, a bfloat16 weight
+    stops changing once its updates are below $2^{-9}$ of it.
+
+    Args:
+        optimizer: An Optax transformation.
+        bits: The number of bits stored beside each weight. 32 (the default): a float32
+            copy. For bfloat16 weights only, 16: the bits that bfloat16 omits, which
+            with the weight are exactly the float32 master; 8: the upper ones of them,
+            rounded stochastically; 0: nothing, the weight itself is rounded
+            stochastically. See below.
+
+    Returns:
+        A pair `(init, update)` to use as an Optax transformation, the outermost one or
+        the last of a chain, also in `optax.multi_transform` and `optax.masked`.
+        `init(params, masters)` starts from full-precision weights (with `bits=0`, which
+        keeps nothing of them, it warns); without `masters`, masters have the values of
+        `params`. The state has `masters` (float32, like the
+        weights) and `inner_state`. Apply the updates with `optax.apply_updates`,
+        `eqx.apply_updates`, `mpx.optimizer_update` or `mpx.optimizer_step`: the weights
+        are then the rounded masters, bit for bit.
+
+    Raises:
+        TypeError: `optimizer` has no `init` and `update`; in `update`, the state has
+            other `bits`.
+        ValueError: `bits` is not 32, 16, 8 or 0. In `update`: `params` is missing, or
+            the weights do not have the structure, shapes and dtypes that `init` got. In
+            `init`: `masters` do not; or weights are float16 or 8 bits and `bits` is not
+            32.
+
+    - Weights of other dtypes (float32, float64, complex) have no copy: their master is
+      None, and their updates are those of `optimizer`. Leaves that are None stay None.
+    - Extra arguments are passed unchanged to `optimizer.update`.
+    - A weight that differs from its rounded master was changed from outside (loaded,
+      clipped): its master restarts from it, element by element. In 8 bits a change
+      within the rounding error is not detected.
+    - A skipped step leaves masters and weights unchanged. Put `mpx.skip_nonfinite`
+      inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - Weights in 8 bits with one scale (`mpx.quantization.TensorQuantizer`) are written
+      with a scale known before the step: the power of two that leaves room for 4 to 8
+      times the largest master of two steps before. Larger values saturate, and their
+      masters keep them. An infinity or a NaN becomes NaN. A weight with another scale
+      than the previous step wrote counts as changed from outside, and its own scale is
+      used.
+    - A master beyond the range of the weight's dtype gives an infinite weight;
+      `check_update` of `mpx.optimizer_step` skips such a step.
+
+    With fewer `bits` the state has no `masters`, and
+
+    $$\operatorname{bits}(m) = 2^{16} \operatorname{bits}(p) + r, \qquad
+        -2^{15} \le r < 2^{15}$$
+
+    - `bits=16` stores $r$: 4 bytes a weight instead of 6. Weights and their movement
+      are those of float32 masters, except that $p$ rounds ties away from zero.
+    - `bits=8` stores $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
+      its two neighbours, up with the probability of its distance from the lower one, so
+      its mean is exact. The noise is a hash of the step's number, the weight's path and
+      the index in it: the same on any number of devices, and after a restart. Steps are
+      counted from a hash of the weights, so members of a `jax.vmap` that start from
+      other weights have other noise. Inside `shard_map` the index is that in the shard,
+      whose number is hashed, too.
+    - A weight changed from outside is used unchanged. The bits stored beside it stay;
+      they are less than half of the distance to its neighbour. Zeros stay zeros.
+    - Infinities and NaN are unchanged. Numbers too large for a finite bfloat16 give an
+      infinite weight; with `bits=0`, the largest finite one.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> weights = jnp.ones(2, jnp.bfloat16)
+        >>> tx = mpx.master_weights(optax.sgd(1e-3))
+        >>> state = tx.init(weights)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.ones(2), state, weights)
+        ...     weights = optax.apply_updates(weights, updates)
+        >>> state.masters
+        Array([0.99700004, 0.99700004], dtype=float32)
+        >>> weights
+        Array([0.996094, 0.996094], dtype=bfloat16)
+    """
+    refuse_optimizer(optimizer, CALL)
+    if isinstance(bits, bool) or bits not in (32, 16, 8, 0):
+        raise ValueError(f"`bits` of {CALL} must be 32, 16, 8 or 0; got {bits!r}.")
+    if bits != 32:
+        small = SmallWeights(optimizer, bits)
+        return Transformation(small.init, small.update)
+
+    def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
+        given = params if masters is None else masters
+        _refuse_masters(params, given)
+        masters = _map(_master, params, given)
+        inner = optimizer.init(_full(masters, params))
+        return MasterWeightsState(masters, inner, _map(_range, masters, params))
+
+    def update(
+        updates: PyTree,
+        state: MasterWeightsState,
+        params: PyTree | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, MasterWeightsState]:
+        _refuse_weights(state.masters, params)
+        masters = _map(_followed, state.masters, params, state.ranges)
+        updates, inner = optimizer.update(
+            _map(_widened, updates),
+            state.inner_state,
+            _full(masters, params),
+            **extra_args,
+        )
+        moved = _map(_moved, masters, updates)
+        written = _map(_written, moved, updates, params, state.ranges)
+        # Of the masters before the step. What waits for those after it could not be in
+        # the kernel that makes them.
+        ranges = _map(_range, masters, written)
+        skipped = was_skipped(state.inner_state, inner)
+        if skipped is not None:
+            written = _map(functools.partial(_kept, skipped), written, params)
+            ranges = select_tree(skipped, state.ranges, ranges)
+        new = _map(_update, written, updates, params)
+        return new, MasterWeightsState(moved, inner, ranges)
+
+    return Transformation(init, update)
+
+
+def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns a model with weights replaced by their float32 masters.
+
+    Use it where full precision is needed: for a running average, or a checkpoint to
+    continue from in another precision. `masters` itself has None for float32 biases and
+    norms, which frameworks treat as a layer without them.
+
+    Args:
+        model: The model, or its parameters, as passed to the optimizer's `init`; leaves
+            that are not weights are unchanged.
+        opt_state: The optimizer's state, which contains that of `master_weights`
+            anywhere: in a chain, a `MultiSteps`, several in `optax.multi_transform`.
+
+    Returns:
+        The model, with all weights in float32: their masters, and the values of frozen
+        weights, which have none (`optax.partition`, `optax.masked`, None in `init`).
+
+    Raises:
+        ValueError: The state does not know a weight in half precision or in 8 bits, has
+            no master at all, or one of another shape.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx, optax
+        >>> model = {"w": jnp.ones(2, jnp.bfloat16), "bias": jnp.zeros(1)}
+        >>> tx = mpx.master_weights(optax.adam(1e-3))
+        >>> whole = mpx.full_weights(model, tx.init(model))
+        >>> whole["w"].dtype, whole["bias"].dtype
+        (dtype('float32'), dtype('float32'))
+    """
+    kinds = MasterWeightsState, SmallWeightsState
+    is_state = lambda node: isinstance(node, kinds)  # noqa: E731
+    states = list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+    masters: dict[tuple[str, ...], Any] = {}
+    without: set[tuple[str, ...]] = set()
+    for state in states:
+        found = jax.tree_util.tree_leaves_with_path(_kept_by(state), is_leaf=_is_empty)
+        for path, master in found:
+            place = (*map(str, path),)
+            if _is_empty(master):
+                without.add(place)
+            else:
+                masters[place] = master
+    knows_weights = bool(masters) or any(map(_keeps_nothing, states))
+
+    def full(path: KeyPath, leaf: Any) -> Any:
+        if not _has_master(leaf):
+            return leaf
+        place = (*map(str, path),)
+        master = masters.get(place)
+        if master is None and knows_weights:
+            if any(place[:n] in without for n in range(len(place) + 1)):
+                return leaf._full() if is_stored(leaf) else full_weight(leaf, None)
+        if master is None or master.shape != leaf.shape:
+            raise ValueError(
+                "`mpx.full_weights(model, opt_state)` needs this model's state of "
+                f"an optimizer with {CALL}; got "
+                f"{describe(leaf)}{at_path(path_text(path))} with "
+                f"{'no master' if master is None else describe(master)}."
+            )
+        return master if master.dtype == np.float32 else full_weight(leaf, master)
+
+    return jax.tree_util.tree_map_with_path(full, model, is_leaf=is_stored)
+
+
+def _kept_by(state: Any) -> PyTree:
+    """Masters, or what stands for them, as a tree like the weights."""
+    if isinstance(state, MasterWeightsState):
+        return state.masters
+    (kept,) = state.low_bits.values()
+    return kept
+
+
+def _keeps_nothing(state: Any) -> bool:
+    return isinstance(state, SmallWeightsState) and "none" in state.low_bits
+
+
+def _is_empty(node: object) -> bool:
+    """Whether a node stands for a weight without a master; Optax's is a tuple."""
+    return node is None or (isinstance(node, tuple) and not node)
+
+
+def _is_leaf(node: object) -> bool:
+    return node is None or is_stored(node)
+
+
+def _map(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    return jax.tree.map(function, *trees, is_leaf=_is_leaf)
+
+
+def _is_half(leaf: Any) -> bool:
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
+
+
+def _has_master(weight: object) -> bool:
+    return is_stored(weight) or _is_half(weight)
+
+
+def _master(weight: object, given: PyTree) -> Array | None:
+    if not _has_master(weight):
+        return None
+    given = given._full() if is_stored(given) else given
+    # A copy, so that the model and the state of its optimizer can both be donated.
+    return jnp.array(given, jnp.float32)
+
+
+def _widened(gradient: PyTree) -> PyTree:
+    return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
+
+
+def _full(masters: PyTree, params: PyTree) -> PyTree:
+    """What the inner optimizer sees as weights."""
+
+    def choose(master: object, weight: object) -> PyTree:
+        return weight if master is None or weight is None else master
+
+    return _map(choose, masters, params)
+
+
+def _followed(master: Any, weight: Any, known: Range | None) -> Any:
+    """The master, or where the weight is not its rounding, the weight.
+
+    By bits: an integer comparison is exact, and XLA may drop a cast to half precision
+    and back, but not one whose bits are read.
+    """
+    if master is None or weight is None:
+        return master
+    if isinstance(weight, StoredWeight):
+        is_own = weight._is_rounded(master, known)
+        return jnp.where(is_own, master, weight._full())
+    is_own = _bits(master.astype(weight.dtype)) == _bits(weight)
+    return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
+
+
+def _bits(weight: AnyArray) -> Array:
+    return jax.lax.bitcast_convert_type(weight, jnp.uint16)
+
+
+def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
+    if master is None or update is None:
+        return master
+    return (master + _widened(update)).astype(master.dtype)
+
+
+def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
+    """The weight of a master; as it was where nothing updates it, None without one."""
+    if master is None or update is None or weight is None:
+        return weight if is_stored(weight) else None
+    if isinstance(weight, StoredWeight):
+        return weight._with(master, known)
+    return master.astype(weight.dtype)
+
+
+def _range(master: Any, weight: Any) -> Range | None:
+    return weight._range(master) if isinstance(weight, StoredWeight) else None
+
+
+def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
+    return select_tree(skipped, weight, written) if is_stored(written) else written
+
+
+def _update(written: Any, update: object, weight: Any) -> PyTree:
+    if written is None or update is None or weight is None:
+        return update
+    return jax.tree.map(NewWeight, written, weight)
+
+
+def _refuse_masters(params: PyTree, masters: PyTree) -> None:
+    """Raises unless masters are weights of the same structure and shapes."""
+    structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`masters` in `init` of {CALL} must have the structure of `params`; "
+            "got\n"
+            f"  params: {structures[0]}\n"
+            f"  masters: {structures[1]}"
+        )
+    leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
+    for (path, weight), given in zip(
+        jax.tree_util.tree_leaves_with_path(params, _is_leaf), leaves, strict=True
+    ):
+        is_float = is_stored(given) or is_float_leaf(given)
+        if _has_master(weight) and not (is_float and given.shape == weight.shape):
+            raise ValueError(
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(given)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
+            )
+
+
+def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
+    """Raises unless the weights are of the form that `init` saw."""
+    if params is None:
+        raise ValueError(
+            f"`update` of {CALL} needs the weights: "
+            "`optimizer.update(grads, state, params)`."
+        )
+    structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`update` of {CALL} needs weights of the structure passed to `init`; "
+            "got\n"
+            f"  masters: {structures[0]}\n"
+            f"  weights: {structures[1]}\n"
+            "Make a state with `init(params)` of this model."
+        )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(params, _is_leaf),
+        jax.tree.leaves(masters, is_leaf=_is_leaf),
+        strict=True,
+    )
+    for (path, weight), master in pairs:
+        fits = (
+            not _has_master(weight)
+            if master is None
+            else _has_master(weight) and weight.shape == master.shape
+        )
+        if not fits and weight is not None:
+            kept = "no master" if master is None else f"the master {describe(master)}"
+            raise ValueError(
+                f"`update` of {CALL} needs weights of the shapes and dtypes passed "
+                f"to `init`; got {describe(weight)} for "
+                f"{kept}{at_path(path_text(path))}. Make a new state with "
+                "`init(params)`, or cast the model back."
+            )

@@ -1,0 +1,347 @@
+r"""bfloat16 weights with 16, 8 or no bits beside them, which move as float32 ones.
+
+A bfloat16 is the upper half of a float32. So what a float32 master knows beyond its
+weight are 16 bits. With all of them the master is exact; with 8 of them, or none, what
+is left of it is rounded randomly, and its mean is exact.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float32, PyTree, UInt32
+
+from .._base.dtypes import is_half
+from .._base.errors import at_path, describe, warn_user
+from .._base.jax_compat import varying_axes
+from .._base.tree import is_float_leaf, path_text, select_tree
+from .._settings import cast_leaf
+from .._step import was_skipped
+from .._stored_weights import is_stored
+from ._codes import Noise, bits_of, first_step, joined, round_randomly, split
+
+# ----------------------------------------------------------------------------
+# An update that says what a weight becomes (`NewWeight`).
+#
+# Optax transformations return what is to be added to a weight. What is rounded by its
+# own rules, or kept in two parts, cannot be reached by adding an array.
+
+CALL = "`mpx.master_weights(optimizer)`"
+_INSIDE = (
+    "put transformations of updates (`optax.add_decayed_weights`, `clip`, "
+    "`MultiSteps`, `mpx.skip_nonfinite`, noise) inside: "
+    "`mpx.master_weights(optax.chain(...))`"
+)
+
+
+class NewWeight:
+    """An update that says what a weight becomes: `weight + update` is that.
+
+    Args:
+        value: The new weight.
+        weight: The weight that it was computed for, and is applied to.
+    """
+
+    # numpy leaves the sum to us, too.
+    __array_ufunc__ = None
+    __slots__ = ("_weight", "value")
+
+    def __init__(self, value: Array, weight: object) -> None:
+        self.value, self._weight = value, weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the weight."""
+        return self.value.dtype
+
+    def __radd__(self, weight: object) -> Array:
+        return self._applied_to(weight)
+
+    def __add__(self, weight: object) -> Array:
+        return self._applied_to(weight)
+
+    def __repr__(self) -> str:
+        # JAX's errors show it.
+        return f"NewWeight({describe(self.value)}: {_INSIDE})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"An update of {CALL} has no {name!r}: {_INSIDE}.")
+
+    def _applied_to(self, weight: Any) -> Array:
+        if weight is self._weight or _are_equal(weight, self._weight):
+            return self.value
+        raise ValueError(
+            f"An update of {CALL} contains the new value of a weight, and must be "
+            f"added to that weight, {describe(self._weight)}; got "
+            f"{describe(weight)}. Apply it before the weights are cast or changed, "
+            f"and {_INSIDE}."
+        )
+
+    def _refused(self, *_: object) -> NoReturn:
+        raise TypeError(
+            f"An update of {CALL} does not support arithmetic: it contains the new "
+            f"value of the weight. So {_INSIDE}."
+        )
+
+    __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __truediv__ = _refused
+    __rtruediv__ = __pow__ = __abs__ = __lt__ = __gt__ = __le__ = __ge__ = _refused
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two arrays are known to be the same to the bit."""
+    arrays = one, other
+    if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
+        return False
+    if not all(x.is_fully_addressable for x in arrays):  # parts are elsewhere
+        return False
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = map(np.asarray, arrays)
+    return a.tobytes() == b.tobytes()
+
+
+# ----------------------------------------------------------------------------
+
+Bits: TypeAlias = Literal[16, 8, 0]
+_DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
+# Of low bits in a state. What is restored by a template, which casts them, has the
+# names of the template, or does not fit it.
+_NAMES = {16: "int16", 8: "int8", 0: "none"}
+
+
+class SmallWeightsState(NamedTuple):
+    """The state of `master_weights` with `bits` below 32.
+
+    Attributes:
+        low_bits: One tree like the weights, by the name of what is kept: `"int16"`,
+            `"int8"` or `"none"`. Its leaves are what bfloat16 leaves out of each
+            weight; None where nothing is kept. For float32 weights see `full_weights`.
+        inner_state: The state of the inner optimizer.
+        step: The number of the next step that draws noise, counted from a hash of the
+            weights; None with 16 bits, which draw none.
+    """
+
+    low_bits: dict[str, PyTree]
+    inner_state: PyTree
+    step: UInt32[Array, ""] | None
+
+
+class SmallWeights:
+    """The `init` and `update` of `master_weights` with `bits` below 32."""
+
+    def __init__(self, optimizer: Any, bits: Bits) -> None:
+        self._optimizer, self._bits = optimizer, bits
+
+    def init(self, params: PyTree, masters: PyTree | None = None) -> SmallWeightsState:
+        """The state to start from; `masters` are the weights in float32, if known."""
+        given = params if masters is None else masters
+        if _structure(params) != _structure(given):
+            raise ValueError(
+                f"`masters` in `init` of {CALL} must have the structure of `params`; "
+                "got\n"
+                f"  params: {_structure(params)}\n"
+                f"  masters: {_structure(given)}"
+            )
+        low = _map(self._start, params, given)
+        if not self._bits and masters is not None:
+            self._warn_of_masters(params, masters)
+        step = None if self._bits == 16 else first_step(given)
+        inner = self._optimizer.init(_map(_full, params, low))
+        return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
+
+    def _warn_of_masters(self, params: PyTree, masters: PyTree) -> None:
+        def is_lost(_: KeyPath, weight: Any, master: Any) -> bool:
+            if not _is_half(weight):
+                return False
+            is_other = jnp.asarray(weight, jnp.float32) != master
+            return isinstance(is_other, Tracer) or bool(jnp.any(is_other))
+
+        if any(jax.tree.leaves(_map(is_lost, params, masters))):
+            warn_user(
+                f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
+                "nothing is kept beside them, and what bfloat16 leaves out of "
+                "`masters` is lost, up to 1/512 of each. `bits=8` keeps 1/65,536, "
+                "`bits=16` all; without `masters` nothing is said."
+            )
+
+    def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
+        """What is kept beside a weight whose master is known."""
+        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
+        if is_float16 or is_stored(weight):
+            raise ValueError(
+                f"`bits={self._bits}` of {CALL} needs bfloat16 for weights below "
+                f"float32; got {describe(weight)}{at_path(path_text(path))}. Make it "
+                "bfloat16, or use float32 masters, `bits=32`."
+            )
+        if not _is_half(weight):
+            return None
+        if not is_float_leaf(master) or master.shape != weight.shape:
+            raise ValueError(
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(master)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
+            )
+        return self._difference(weight, jnp.asarray(master, jnp.float32))
+
+    def update(
+        self,
+        updates: PyTree,
+        state: SmallWeightsState,
+        params: PyTree | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, SmallWeightsState]:
+        """The new weights, as updates, and the new state."""
+        low_bits = self._low_bits(state, params)
+        full = _map(_full, params, low_bits)
+        updates, inner = self._optimizer.update(
+            jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
+        )
+        skipped = was_skipped(state.inner_state, inner)
+        step = state.step
+
+        def write(
+            path: KeyPath, weight: Any, master: Any, update: Any, low: Any
+        ) -> Any:
+            if not _is_half(weight) or update is None:
+                return _Written(update, low)
+            moved = (master + _widened(update)).astype(jnp.float32)
+            new, kept = self._split(moved, path, step)
+            if skipped is not None:
+                new, kept = select_tree(skipped, (weight, low), (new, kept))
+            return _Written(NewWeight(new, weight), kept)
+
+        written = _map(write, params, full, updates, low_bits)
+        if step is not None:
+            after = step + jnp.uint32(1)
+            step = after if skipped is None else jnp.where(skipped, step, after)
+        pick = lambda i: jax.tree.map(lambda x: x[i], written, is_leaf=_is_written)  # noqa: E731
+        return pick(0), SmallWeightsState({_NAMES[self._bits]: pick(1)}, inner, step)
+
+    def _split(
+        self, master: Float32[Array, "..."], path: KeyPath, step: Array | None
+    ) -> tuple[Array, Array | None]:
+        """The weight, and what is kept beside it."""
+        if step is not None:
+            name = f"weight {path_text(path)}"
+            noise = Noise(step, name, varying_axes(master))
+            master = round_randomly(master, 16 - self._bits, noise)
+        weight, low = split(master)
+        if self._bits == 16:
+            return weight, low
+        return weight, (low >> np.int16(8)).astype(jnp.int8) if self._bits else None
+
+    def _difference(self, weight: Array, master: Float32[Array, "..."]) -> Array | None:
+        """What is kept beside a given weight; nothing where it is not the nearest."""
+        if not self._bits:
+            return None
+        shift = 16 - self._bits
+        # To the nearest; what is kept of 16 bits is exact.
+        rest = bits_of(master) + np.uint32((1 << shift) >> 1)
+        rest = rest - bits_of(jnp.asarray(weight, jnp.float32))
+        rest = lax.bitcast_convert_type(rest, jnp.int32) >> np.int32(shift)
+        half = 1 << (self._bits - 1)
+        is_near = (rest >= -half) & (rest <= half) & jnp.isfinite(master)
+        kept = jnp.where(is_near, jnp.minimum(rest, half - 1), 0)
+        return kept.astype(_DTYPES[self._bits])
+
+    def _low_bits(self, state: Any, params: PyTree | None) -> PyTree:
+        """What is kept beside weights, of the form that `init` made for them.
+
+        Raises:
+            TypeError: The state is that of another transformation.
+            ValueError: Or of other bits or other weights.
+        """
+        if not isinstance(state, SmallWeightsState):
+            raise TypeError(
+                f"`update` of {CALL} with bits={self._bits} needs the state from its "
+                f"`init`; got {describe(state)}. To start from another one: "
+                "`init(params, mpx.full_weights(params, other_state))`."
+            )
+        if params is None:
+            raise ValueError(
+                f"`update` of {CALL} needs the weights: "
+                "`optimizer.update(grads, state, params)`."
+            )
+        name, found = _NAMES[self._bits], state.low_bits
+        if not isinstance(found, Mapping) or [*found] != [name]:
+            kept = [*found] if isinstance(found, Mapping) else describe(found)
+            raise ValueError(
+                f"`update` of {CALL} with bits={self._bits} needs a state whose "
+                f"`low_bits` has the one key {name!r}; got {kept}. To start from other "
+                "bits: `init(params, mpx.full_weights(params, other_state))`. To a "
+                "state that was saved without a key, add it: "
+                f"`state._replace(low_bits={{{name!r}: state.low_bits}})`."
+            )
+        low_bits = found[name]
+        made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
+        wanted, found = (
+            {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
+            for leaves in map(jax.tree_util.tree_leaves_with_path, (made, low_bits))
+        )
+        if wanted != found:
+            path = min(p for p in wanted | found if wanted.get(p) != found.get(p))
+            raise ValueError(
+                f"`update` of {CALL} with bits={self._bits} needs the weights passed "
+                "to `init` and the state from it; the state of the "
+                f"weight{at_path(path)} must be {wanted.get(path, 'missing')}; got "
+                f"{found.get(path, 'missing')}. Make a new state with "
+                "`init(params)`, or cast the model back."
+            )
+        return low_bits
+
+
+def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:
+    return full_weight(weight, low)
+
+
+def full_weight(weight: Any, low: Array | None) -> Any:
+    """A weight in float32, with what is kept beside it; others as they are."""
+    if not _is_half(weight):
+        return weight
+    if low is None:
+        return jnp.asarray(weight, jnp.float32)
+    if low.dtype == np.int8:
+        low = low.astype(jnp.int16) << np.int16(8)
+    return joined(weight, low)
+
+
+class _Written(NamedTuple):
+    """What a step makes of a weight, and of what is kept beside it."""
+
+    update: Any
+    low: Any
+
+
+def _is_written(node: object) -> bool:
+    return isinstance(node, _Written)
+
+
+def _is_leaf(node: object) -> bool:
+    return node is None or is_stored(node)
+
+
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree, is_leaf=_is_leaf)
+
+
+def _map(function: Any, *trees: PyTree) -> PyTree:
+    return jax.tree_util.tree_map_with_path(function, *trees, is_leaf=_is_leaf)
+
+
+def _is_half(leaf: Any) -> bool:
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
+
+
+def _widened(leaf: Any) -> Any:
+    return cast_leaf(leaf, np.dtype(np.float32)) if _is_half(leaf) else leaf

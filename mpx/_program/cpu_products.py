@@ -1,0 +1,535 @@
+"""Products of bfloat16 that a CPU computes in the form that it has units for.
+
+Such a product is a primitive of its own, for JAX's derivative must not see the float32
+result: products of float32 by bfloat16 would come of it. It has the name, parameters
+and type of JAX's and is lowered to it, but for CPUs. So what knows a product by its
+name knows this one, and a policy of `jax.checkpoint` is asked about JAX's.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from .._base.jax_compat import (
+    answer_policies_for,
+    bind_equation,
+    layouts_are_said,
+    permuted_sharding,
+)
+from .._base.typing import AnyArray
+from .equations import run_by
+
+# ----------------------------------------------------------------------------
+# The form of a bfloat16 product that XLA's CPU compiler has units for.
+#
+# XLA multiplies bfloat16 by a library (YNNPACK) that uses them, with float32 sums, if
+# the result is float32 and the left operand's contracted axes are its last. A plain
+# product of another order loses its copy: XLA folds a transpose into it, and it leaves
+# the library, for a slow loop that sums in bfloat16 where the result is bfloat16 (since
+# jaxlib 0.11), or for nothing at all: a float32 result is then not implemented (0.10).
+# So the left operand is brought into order, and its layout is said: XLA folds nothing
+# into that, and it costs no pass (jaxlib 0.10.2 to 0.12.0.1, November 2026).
+
+DimensionNumbers = tuple[
+    tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
+]
+
+
+def multiply_in_order(
+    left: jax.Array,
+    right: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    out_sharding: Any = None,
+    *,
+    says_layout: bool,
+) -> jax.Array:
+    """The float32 product of two bfloat16 operands, in the form for CPUs.
+
+    Args:
+        left: The left operand.
+        right: The right operand.
+        dimension_numbers: As of `jax.lax.dot_general`, like what follows.
+        precision: How exactly to multiply.
+        out_sharding: Where the result lies.
+        says_layout: Whether the layout of operands may be said.
+    """
+    (lc, rc), (lb, rb) = dimension_numbers
+    pairs = sorted(zip(lc, rc, strict=True))
+    free = [axis for axis in range(left.ndim) if axis not in (*lc, *lb)]
+    if pairs and free:
+        if free[-1] > pairs[0][0]:
+            left = left.transpose(*lb, *free, *(axis for axis, _ in pairs))
+            lb = tuple(range(len(lb)))
+            lc = tuple(range(len(lb) + len(free), left.ndim))
+            rc = tuple(axis for _, axis in pairs)
+        left, right = _in_order(left, says_layout), _in_order(right, says_layout)
+    return lax.dot_general(
+        left,
+        right,
+        ((lc, rc), (lb, rb)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
+
+
+def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
+    """The array, of which XLA folds no transpose into the product that reads it."""
+    if says_layout:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    # A barrier may cost a pass; one of bfloat16 would be one of float32.
+    bits = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+# ----------------------------------------------------------------------------
+# Convolutions of bfloat16 as products, where a CPU computes these faster.
+#
+# XLA's CPU compiler has no units for convolutions, but for products. A convolution is a
+# sum of products, one for each place of its window:
+#
+# y[b, o, n] = sum over k, c of x[b, o * stride + k * dilation, c] * w[k, c, n]
+#
+# or one product for each place of its result, which are few in the gradient of a
+# weight; or a single one, where windows touch and do not overlap. Which forms win was
+# measured: benchmarks/NOTES.md, "Convolutions on a CPU".
+
+Multiply = Callable[[Array, Array, DimensionNumbers], Array]
+
+# The most products that a convolution becomes, and how many numbers they must sum.
+_MOST_PRODUCTS = 9
+_LEAST_FEATURES = 128  # of a window that overlaps the next
+_LEAST_SIDE = 64  # of a weight's gradient
+_LEAST_SUM = 16
+
+
+class _Form(NamedTuple):
+    """A convolution whose axes are in order.
+
+    Attributes:
+        x: The input, `[batch, *places, channels]`, padded.
+        w: The window, `[*places, channels, features]`.
+        strides: Of the window, for each dimension.
+        holes: In the window: its dilation.
+        places: How many the result has, for each dimension.
+    """
+
+    x: Array
+    w: Array
+    strides: tuple[int, ...]
+    holes: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """How many places the window has, for each dimension."""
+        return self.w.shape[:-2]
+
+
+def convolve_to_float32(
+    x: Array,
+    w: Array,
+    *,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    multiply: Multiply,
+) -> Array | None:
+    """A convolution of bfloat16 as products with float32 results.
+
+    Args:
+        x: The input.
+        w: The window.
+        window_strides: The others are as of `jax.lax.conv_general_dilated`.
+        padding: Of the input, what is given.
+        lhs_dilation: Holes in the input.
+        rhs_dilation: Holes in the window.
+        dimension_numbers: Which axis is which.
+        feature_group_count: Groups.
+        batch_group_count: Groups of the batch.
+        multiply: What multiplies, given two operands and dimension numbers.
+
+    Returns:
+        The result; None where a convolution is as fast, or not known to be slower.
+    """
+    if feature_group_count != 1 or batch_group_count != 1 or not window_strides:
+        return None
+    numbers = dimension_numbers
+    batch, channels, *places = numbers.lhs_spec
+    features, inputs, *window = numbers.rhs_spec
+    x = x.transpose(batch, *places, channels)
+    w = w.transpose(*window, inputs, features)
+    sizes = (*x.shape, *w.shape)
+    # A size may be a symbol, in a program that is exported.
+    if 0 in sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    padded = [
+        (low, high, hole - 1)
+        for (low, high), hole in zip(padding, lhs_dilation, strict=True)
+    ]
+    y = None
+    if set(rhs_dilation) == {1}:
+        y = _scattered(x, w, padded, window_strides, multiply)
+    if y is None:
+        y = _gathered(x, w, padded, window_strides, rhs_dilation, multiply)
+    if y is None:
+        return None
+    order = [0] * y.ndim
+    for axis, place in enumerate((numbers.out_spec[0], *numbers.out_spec[2:])):
+        order[place] = axis
+    order[numbers.out_spec[1]] = y.ndim - 1
+    return y.transpose(order)
+
+
+def _scattered(
+    x: Array,
+    w: Array,
+    padded: Sequence[tuple[int, int, int]],
+    strides: Sequence[int],
+    multiply: Multiply,
+) -> Array | None:
+    """A convolution whose input has holes, each place multiplied before it is moved.
+
+    It is the gradient of an input, of windows of one place, or of windows that touch:
+    there are as many holes as places of the window, so each place of the result is the
+    product of one place of the input and one of the window.
+    """
+    window = w.shape[:-2]
+    if set(window) == {1} == set(strides) and w.shape[-2] >= _LEAST_SUM:
+        y = _over_channels(multiply, x, w.reshape(w.shape[-2:]))
+        return lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *padded, (0, 0, 0)])
+    holes = tuple(hole + 1 for _, _, hole in padded)
+    if holes != window or set(strides) != {1} or w.shape[-2] < _LEAST_SUM:
+        return None
+    y = _over_channels(multiply, x, jnp.flip(w, range(len(window))), w.ndim - 2)
+    # [batch, *places, *window, features] to [batch, place, window, ..., features]
+    count = len(window)
+    pairs = [axis for i in range(count) for axis in (1 + i, 1 + count + i)]
+    y = y.transpose(0, *pairs, y.ndim - 1)
+    sizes = [n * k for n, k in zip(x.shape[1:-1], window, strict=True)]
+    y = y.reshape(x.shape[0], *sizes, w.shape[-1])
+    # With no padding at all the first place sees the last of the window.
+    ends = [
+        (low - (k - 1), high - (k - 1), 0)
+        for (low, high, _), k in zip(padded, window, strict=True)
+    ]
+    return lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *ends, (0, 0, 0)])
+
+
+def _gathered(
+    x: Array,
+    w: Array,
+    padded: Sequence[tuple[int, int, int]],
+    strides: Sequence[int],
+    holes: Sequence[int],
+    multiply: Multiply,
+) -> Array | None:
+    if any(hole for _, _, hole in padded):
+        return None
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *padded, (0, 0, 0)])
+    reach = [(k - 1) * d + 1 for k, d in zip(w.shape[:-2], holes, strict=True)]
+    places = [
+        (n - r) // s + 1 for n, r, s in zip(x.shape[1:-1], reach, strides, strict=True)
+    ]
+    if min(places) < 1:
+        return None
+    form = _Form(x, w, tuple(strides), tuple(holes), tuple(places))
+    windows, results = math.prod(form.window), math.prod(places)
+    sum_length, sides = w.shape[-2], min(x.shape[0], w.shape[-1])
+    if windows == 1:
+        return _by_window(form, multiply) if sum_length >= _LEAST_SUM else None
+    if results == 1 and sides >= _LEAST_SUM:
+        return _by_place(form, multiply)
+    if form.window == form.strides and set(holes) == {1}:
+        is_long = windows * sum_length >= _LEAST_SUM
+        return _of_patches(form, multiply) if is_long else None
+    if form.places == form.holes and set(strides) == {1}:
+        return _of_places_apart(form, multiply)
+    if results <= _MOST_PRODUCTS and sides >= _LEAST_SIDE:
+        return _by_place(form, multiply)
+    if windows <= _MOST_PRODUCTS and sum_length >= _LEAST_FEATURES:
+        return _by_window(form, multiply)
+    return None
+
+
+def _of_patches(form: _Form, multiply: Multiply) -> Array:
+    """Windows that touch: their places are an axis each."""
+    x, count = form.x, len(form.window)
+    ends = [n * k for n, k in zip(form.places, form.window, strict=True)]
+    x = x[(slice(None), *(slice(end) for end in ends))]
+    pairs = [n for pair in zip(form.places, form.window, strict=True) for n in pair]
+    x = x.reshape(x.shape[0], *pairs, x.shape[-1])
+    inside = [2 + 2 * i for i in range(count)]
+    numbers = (*inside, x.ndim - 1), tuple(range(count + 1))
+    return multiply(x, form.w, (numbers, ((), ())))
+
+
+def _of_places_apart(form: _Form, multiply: Multiply) -> Array:
+    """The gradient of the weight of such windows: holes as wide as the result."""
+    x, count = form.x, len(form.window)
+    ends = [n * k for n, k in zip(form.holes, form.window, strict=True)]
+    short = [
+        (0, max(0, end - n), 0) for end, n in zip(ends, x.shape[1:-1], strict=True)
+    ]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *short, (0, 0, 0)])
+    x = x[(slice(None), *(slice(end) for end in ends))]
+    pairs = [n for pair in zip(form.window, form.holes, strict=True) for n in pair]
+    x = x.reshape(x.shape[0], *pairs, x.shape[-1])
+    outside = [1 + 2 * i for i in range(count)]
+    numbers = (*outside, x.ndim - 1), tuple(range(count + 1))
+    return multiply(x, form.w, (numbers, ((), ())))
+
+
+def _by_window(form: _Form, multiply: Multiply) -> Array:
+    """One product for each place of the window."""
+    total: Any = 0
+    for place in itertools.product(*map(range, form.window)):
+        firsts = [i * d for i, d in zip(place, form.holes, strict=True)]
+        x = _sliced(form.x, firsts, form.places, form.strides)
+        total = total + _over_channels(multiply, x, form.w[place])
+    return total
+
+
+def _by_place(form: _Form, multiply: Multiply) -> Array:
+    """One product for each place of the result."""
+    window = form.window
+    numbers = tuple(range(1, form.x.ndim)), tuple(range(form.w.ndim - 1))
+    results = []
+    for place in itertools.product(*map(range, form.places)):
+        firsts = [i * s for i, s in zip(place, form.strides, strict=True)]
+        x = _sliced(form.x, firsts, window, form.holes)
+        results.append(multiply(x, form.w, (numbers, ((), ()))))
+    y = jnp.stack(results, 1)
+    return y.reshape(y.shape[0], *form.places, y.shape[-1])
+
+
+def _sliced(
+    x: Array, firsts: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+) -> Array:
+    parts = [
+        slice(first, first + (count - 1) * step + 1, step)
+        for first, count, step in zip(firsts, counts, steps, strict=True)
+    ]
+    return x[(slice(None), *parts)]
+
+
+def _over_channels(multiply: Multiply, x: Array, w: Array, inputs: int = 0) -> Array:
+    """A product over the channels, which are the last axis of `x`."""
+    return multiply(x, w, (((x.ndim - 1,), (inputs,)), ((), ())))
+
+
+# ----------------------------------------------------------------------------
+
+_BFLOAT16, _FLOAT32 = np.dtype("bfloat16"), np.dtype("float32")
+
+
+def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
+    """The equation of a product, or one that a CPU computes in the form for it."""
+    twin = _TWINS.get(equation.primitive)
+    is_taken = twin is not None and all(x.dtype == _BFLOAT16 for x in arrays)
+    return equation.replace(primitive=twin) if is_taken else equation
+
+
+def multiply_to_float32(
+    left: AnyArray, right: AnyArray, dimension_numbers: DimensionNumbers
+) -> Array:
+    """The float32 product of two bfloat16 operands, in the form for CPUs.
+
+    It is not to be differentiated.
+
+    Args:
+        left: The left operand.
+        right: The right operand.
+        dimension_numbers: Those of `jax.lax.dot_general`.
+    """
+
+    def product(left: AnyArray, right: AnyArray) -> Array:
+        return lax.dot_general(
+            left, right, dimension_numbers, preferred_element_type=_FLOAT32
+        )
+
+    return _replayed(_TWINS[dot_general_p], dot_general_p, product, left, right)
+
+
+def _dot_general(says_layout: bool, left: Array, right: Array, **params: Any) -> Array:
+    if not _is_taken(left, right, params):
+        return dot_general_p.bind(left, right, **params)
+    dtype = params.pop("preferred_element_type") or _BFLOAT16
+    wide = multiply_in_order(left, right, **params, says_layout=says_layout)
+    return lax.convert_element_type(wide, dtype)
+
+
+def _convolution(says_layout: bool, left: Array, right: Array, **params: Any) -> Array:
+    wide = None
+    # Since some version of JAX it may be said where the result lies.
+    if _is_taken(left, right, params) and params.get("out_sharding") is None:
+        others = ("preferred_element_type", "out_sharding", "precision")
+        rest = {name: value for name, value in params.items() if name not in others}
+        multiply = functools.partial(
+            multiply_in_order, precision=params["precision"], says_layout=says_layout
+        )
+        wide = convolve_to_float32(left, right, **rest, multiply=multiply)
+    if wide is None:
+        return conv_general_dilated_p.bind(left, right, **params)
+    return lax.convert_element_type(wide, params["preferred_element_type"] or _BFLOAT16)
+
+
+def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
+    """Whether a product is of bfloat16, and no algorithm for it is asked for.
+
+    A program that was emitted is one like others: it may be rewritten in another dtype.
+    """
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    is_half = left.dtype == right.dtype == _BFLOAT16
+    is_known = params["preferred_element_type"] in (None, _BFLOAT16, _FLOAT32)
+    return is_half and is_known and not isinstance(params["precision"], algorithms)
+
+
+# --- Primitives that are others everywhere but on a CPU -------------------------------
+
+
+def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
+    """A primitive that differs from another one by its lowering for CPUs.
+
+    Args:
+        original: The other one: bilinear, with one result.
+        on_cpu: What a CPU computes, given whether layouts may be said, and all operands
+            and parameters.
+    """
+    twin = Primitive(original.name)
+    twin.def_effectful_abstract_eval(original.abstract_eval)
+
+    @twin.def_impl
+    def _(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return _compiled(twin, tuple(params.items()))(*operands)
+
+    ad.defbilinear(
+        twin,
+        lambda g, x, y, **params: _transposed(twin, original, 0, g, y, x.aval, params),
+        lambda g, x, y, **params: _transposed(twin, original, 1, g, x, y.aval, params),
+    )
+
+    def batched(axis: Any, operands: Any, axes: Any, **params: Any) -> Any:
+        found = []
+
+        def by_rule(*operands: Any) -> Any:
+            rule = batching.fancy_primitive_batchers[original]
+            result, result_axis = rule(axis, operands, axes, **params)
+            found.append(result_axis)
+            return result
+
+        return _replayed(twin, original, by_rule, *operands), found[0]
+
+    batching.fancy_primitive_batchers[twin] = batched
+    lower = functools.partial(mlir.lower_fun, multiple_results=False)
+
+    def lower_on_cpu(context: Any, *operands: Any, **params: Any) -> Any:
+        form = functools.partial(on_cpu, layouts_are_said(context))
+        return lower(form)(context, *operands, **params)
+
+    mlir.register_lowering(twin, lower(original.bind))
+    mlir.register_lowering(twin, lower_on_cpu, platform="cpu")
+    answer_policies_for(twin, original)
+    return twin
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(twin: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(twin.bind, **dict(params)))
+
+
+def _transposed(
+    twin: Primitive,
+    original: Primitive,
+    position: int,
+    g: Array,
+    other: Array,
+    aval: Any,
+    params: dict[str, Any],
+) -> Array:
+    """The cotangent of an operand, from that of the product and the other operand."""
+    if original is dot_general_p and position == 1:
+        numbers = params["dimension_numbers"]
+        return _cotangent_of_right(twin, g, other, aval, numbers, params["precision"])
+
+    def by_rule(g: Array, other: Array) -> Array:
+        def product(x: Array) -> Array:
+            operands = (x, other) if position == 0 else (other, x)
+            return original.bind(*operands, **params)
+
+        return jax.linear_transpose(product, aval)(g)[0]
+
+    return _replayed(twin, original, by_rule, g, other)
+
+
+def _replayed(
+    twin: Primitive, original: Primitive, rule: Callable[..., Array], *operands: Array
+) -> Array:
+    """What a rule binds, each product of JAX's as its twin."""
+
+    def bind(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if equation.primitive is original:
+            equation = equation.replace(primitive=twin)
+        return bind_equation(equation, *operands)
+
+    closed = jax.make_jaxpr(rule)(*operands)
+    return run_by(bind, closed, operands)(closed.jaxpr.outvars[0])
+
+
+def _cotangent_of_right(
+    twin: Primitive,
+    g: Array,
+    left: Array,
+    right: Any,
+    numbers: DimensionNumbers,
+    precision: Any,
+) -> Array:
+    """The cotangent of the right operand, as `left` by `g`.
+
+    JAX multiplies `g` by the left operand and transposes the result. Of a weight that
+    would be a pass of its own, for the rounding stands between it and the product.
+    """
+    (lc, rc), (lb, rb) = numbers
+    kept = [i for i in range(left.ndim) if i not in (*lc, *lb)]
+    of_g = range(len(lb), len(lb) + len(kept))
+    # What comes out is batch axes, contracted ones in the order of `left`, kept ones.
+    contracted = [rc[i] for i in np.argsort(lc)]
+    rest = [i for i in range(right.ndim) if i not in (*rc, *rb)]
+    order = [*rb, *contracted, *rest]
+
+    def product(left: Array, g: Array) -> Array:
+        return lax.dot_general(
+            left,
+            g,
+            ((kept, of_g), (lb, range(len(lb)))),
+            precision=precision,
+            preferred_element_type=right.dtype,
+            out_sharding=permuted_sharding(right, order),
+        )
+
+    found = _replayed(twin, dot_general_p, product, left, g)
+    return lax.transpose(found, tuple(np.argsort(order)))
+
+
+_TWINS = {
+    dot_general_p: _twin(dot_general_p, _dot_general),
+    conv_general_dilated_p: _twin(conv_general_dilated_p, _convolution),
+}

@@ -1,0 +1,176 @@
+"""Formats of 8 bits and fewer, and what is known of each.
+
+A *format* says how bits make a number. All here have a sign, an exponent with a bias, a
+few bits of mantissa, and subnormal numbers below the smallest normal one:
+
+    E4M3: 4 bits of exponent, 3 of mantissa, no infinity, one NaN
+    E5M2: 5 bits of exponent, 2 of mantissa, infinities and NaNs, as IEEE 754 would
+    E2M1: 2 bits of exponent, 1 of mantissa, neither infinity nor NaN
+
+`HYBRID` is no format but a pair: E4M3 in the forward pass, E5M2 for gradients.
+
+Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling Formats
+(MX) Specification 1.0, section 5.3.3 (E2M1).
+"""
+
+import enum
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_E4M3, _E5M2, _E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
+
+
+class Format(enum.Enum):
+    """A format of 8 bits or fewer, or the pair `HYBRID` of two.
+
+    | format | exponent, mantissa | largest | smallest normal | smallest | inf | NaN |
+    |---|---|---|---|---|---|---|
+    | `E4M3` | 4, 3 | 448 | $2^{-6}$ | $2^{-9}$ | no | yes |
+    | `E5M2` | 5, 2 | 57344 | $2^{-14}$ | $2^{-16}$ | yes | yes |
+    | `E2M1` | 2, 1 | 6 | 1 | 0.5 | no | no |
+    | `HYBRID` | E4M3 forward, E5M2 backward | | | | | |
+
+    Members are constants: hashable, compared by identity, the same after pickling.
+
+    Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling
+    Formats (MX) Specification 1.0, section 5.3.3.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Format.E4M3.largest, mpx.Format.E4M3.dtype
+        (448.0, dtype(float8_e4m3fn))
+        >>> mpx.Format.HYBRID.backward
+        <Format.E5M2>
+    """
+
+    E4M3 = (_E4M3, _E4M3)
+    E5M2 = (_E5M2, _E5M2)
+    HYBRID = (_E4M3, _E5M2)
+    E2M1 = (_E2M1, _E2M1)
+
+    @property
+    def forward(self) -> "Format":
+        """The format of inputs and weights, never `HYBRID`."""
+        return Format((self.value[0], self.value[0]))
+
+    @property
+    def backward(self) -> "Format":
+        """The format of gradients, never `HYBRID`."""
+        return Format((self.value[1], self.value[1]))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which JAX stores a number, such as `float8_e4m3fn`."""
+        return self._info.dtype
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a number."""
+        return self._info.bits
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number; larger values saturate to it."""
+        return float(self._info.max)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number with the full mantissa."""
+        return float(self._info.smallest_normal)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number, a subnormal."""
+        return float(self._info.smallest_subnormal)
+
+    @property
+    def _info(self) -> np.finfo:
+        """How its bits are shared out."""
+        if self is Format.HYBRID:
+            raise ValueError(
+                "`mpx.Format.HYBRID` is two formats and has no such property; use "
+                "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
+            )
+        return ml_dtypes.finfo(self.value[0])
+
+    def __repr__(self) -> str:
+        return f"<Format.{self.name}>"
+
+
+def single_format(format: Format, caller: str) -> Format:
+    """Checks a format that a user gave for one array.
+
+    Args:
+        format: What was given.
+        caller: The public name of the argument's owner.
+
+    Returns:
+        The format, which is not `HYBRID`.
+
+    Raises:
+        TypeError: It is no format.
+        ValueError: It is `HYBRID`.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(
+            f"{caller} needs a format such as `mpx.Format.E4M3`; got {format!r}."
+        )
+    if format is Format.HYBRID:
+        raise ValueError(
+            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Use "
+            "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
+        )
+    return format
+
+
+# ----------------------------------------------------------------------------
+# Checks of the options of quantizers and recipes, which are frozen dataclasses.
+
+
+def check_format(quantizer: Any) -> None:
+    """Raises unless the field `format` is one format of 8 bits."""
+    name = f"`format` of `{_public_name(quantizer)}`"
+    if single_format(quantizer.format, name).bits != 8:
+        raise ValueError(
+            f"{name} must have 8 bits; got {quantizer.format}. Use "
+            "`mpx.quantization.NVFP4Quantizer` for 4 bits."
+        )
+
+
+def check_dimensions(quantizer: Any) -> None:
+    """Raises `ValueError` unless the field `block_dimensions` is 1 or 2."""
+    if quantizer.block_dimensions not in (1, 2):
+        raise ValueError(
+            f"`block_dimensions` of `{_public_name(quantizer)}` must be 1 or 2; "
+            f"got {quantizer.block_dimensions!r}."
+        )
+
+
+def check_flags(options: object, *names: str) -> None:
+    """Raises `TypeError` unless the fields of these names are booleans."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` of `{_public_name(options)}` must be True or False; "
+                f"got {value!r}."
+            )
+
+
+def check_epsilon(options: Any) -> None:
+    """Raises unless the field `amax_epsilon` is a finite number, 0 or more."""
+    value = options.amax_epsilon
+    name = f"`amax_epsilon` of `{_public_name(options)}`"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number; got {value!r}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
+
+
+def _public_name(options: object) -> str:
+    """The name of its class, recipe or quantizer, as a user writes it."""
+    name = type(options).__name__
+    return f"mpx.quantization.{name}" if name.endswith("Quantizer") else f"mpx.{name}"

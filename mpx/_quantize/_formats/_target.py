@@ -1,0 +1,212 @@
+"""`Target`: the device that a program is compiled for, as far as products care.
+
+Which form of a quantized product is fast differs from device to device, and a program
+is often compiled elsewhere than it runs. So the device can be named; otherwise it is
+that of the mesh in force, otherwise JAX's default device.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..._base.jax_compat import HAS_CPU_FORM, NEEDS_CPU_FORM, WIDENS_STACKS
+
+# (words of JAX's device kind or of NVIDIA's product name, compute capability), from
+# NVIDIA's list of CUDA GPUs; the first match holds. Devices report their capability
+# themselves; the names serve `target=` and meshes without devices.
+_GPUS = (
+    ("gb300", (10, 3)),
+    ("b300", (10, 3)),
+    ("gb200", (10, 0)),
+    ("b200", (10, 0)),
+    ("b100", (10, 0)),
+    ("gh200", (9, 0)),
+    ("h200", (9, 0)),
+    ("h100", (9, 0)),
+    ("h800", (9, 0)),
+    ("h20", (9, 0)),
+    ("l40s", (8, 9)),
+    ("l40", (8, 9)),
+    ("l4", (8, 9)),
+    ("a100", (8, 0)),
+    ("v100", (7, 0)),
+)
+# What JAX and Google's documentation call a TPU, by the words behind "tpu" without a
+# "v": "TPU v5 lite" is a v5e, "TPU v5" a v5p.
+_TPUS = {"2": " v2", "3": " v3", "4": " v4", "4i": " v4i", "4lite": " v4i"}
+_TPUS |= {"5e": " v5e", "5lite": " v5e", "5": " v5p", "5p": " v5p"}
+_TPUS |= {"6e": " v6e", "6lite": " v6e"}
+_TPUS |= {"7": "7x", "7x": "7x"}
+_KNOWN = (
+    '"cpu"',
+    '"cpu bf16"',
+    *(f'"{name}"' for name, _ in _GPUS),
+    'CUDA compute capabilities such as "sm_90"',
+    *(f'"tpu {name}"' for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e")),
+    '"tpu7x"',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+        platform: As `jax.lax.platform_dependent` names it: "cpu", "cuda" or "tpu"; or
+            another one, of which nothing is known.
+        name: What it is called in words.
+        capability: CUDA's compute capability, or a TPU's generation and 0; of a CPU
+            with units for bfloat16 (1, 0).
+    """
+
+    platform: str
+    name: str
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def wants_cpu_form(self) -> bool:
+        """Whether bfloat16 products are emitted in the form of `_cpu_form`.
+
+        With jax 0.10.2 it costs a CPU without units a quarter of a product; before,
+        there is none. Since 0.11 it costs nothing, and spares sums in bfloat16.
+        """
+        has_units = HAS_CPU_FORM and self.capability >= (1, 0)
+        return self.platform == "cpu" and (has_units or NEEDS_CPU_FORM)
+
+    @property
+    def widens_stacks(self) -> bool:
+        """Whether to write a part of a bfloat16 array costs as much as to write all."""
+        return self.platform == "cpu" and WIDENS_STACKS
+
+    @property
+    def has_fp8_units(self) -> bool:
+        """Whether products with one scale for each tensor are fast in FP8."""
+        if self.platform == "cuda":
+            return self.capability >= (8, 9)
+        return self.platform == "tpu" and self.capability >= (7, 0)
+
+    @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether its cast to FP8 is known to round to nearest: see `_casting`."""
+        return self.platform == "cuda" and self.capability >= (8, 9)
+
+    @property
+    def transposes_fp8(self) -> bool:
+        """Whether its FP8 products want both operands with the contracted axis last."""
+        return self.rounds_to_fp8 and self.capability < (10, 0)
+
+    @property
+    def has_block_units(self) -> bool:
+        """Whether products of MXFP8 and NVFP4 are (with cuDNN 9.10 or later)."""
+        return self.platform == "cuda" and self.capability >= (10, 0)
+
+
+CPU = Target("cpu", "cpu")
+CPU_WITH_UNITS = Target("cpu", "cpu bf16", (1, 0))
+
+
+# What Linux says of an x86 CPU that has units, and of its maker. Of Intel's it is AMX:
+# without it their AVX512-BF16 gained nothing when it was measured.
+_UNITS = (("amx_bf16", ""), ("avx512_bf16", "AuthenticAMD"))
+
+
+@functools.cache
+def this_cpu() -> Target:
+    """The CPU of this machine, as Linux tells; elsewhere one without units."""
+    try:
+        words = {*pathlib.Path("/proc/cpuinfo").read_text().split(), ""}
+    except OSError:
+        return CPU
+    has_units = any(words.issuperset(pair) for pair in _UNITS)
+    return CPU_WITH_UNITS if has_units else CPU
+
+
+def target_from(value: object) -> Target:
+    """The target that a name means, or else that the program would run on.
+
+    Args:
+        value: A name. None: the devices of the mesh in force (`jax.set_mesh` or
+            `shard_map`) where it tells, else JAX's default device, which starts the
+            backend.
+    """
+    if value is None:
+        return _from_mesh() or _from_default_device()
+    return read_target(value, "`target`")
+
+
+def read_target(
+    value: object, argument: str, among: Sequence[str] | None = None
+) -> Target:
+    """The target that a user names: the one way to read such a name.
+
+    Upper case, and what stands between words (a space, a hyphen, an underscore or
+    nothing), make no difference.
+
+    Args:
+        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU,
+            "H100" or "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
+        argument: What was given, for messages.
+        among: The names that are possible here; all if left out.
+
+    Raises:
+        TypeError: The value is not a string.
+        ValueError: No such target is known, or it is not possible here.
+    """
+    found = _from_name(value) if isinstance(value, str) else None
+    if found is None or (among is not None and found.name not in among):
+        known = ", ".join(_KNOWN if among is None else (f'"{name}"' for name in among))
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{argument} must be one of {known}; got {value!r}.")
+    return found
+
+
+def _from_name(name: str) -> Target | None:
+    words = re.sub(r"[\s_-]+", " ", name.lower()).strip()
+    for cpu in (CPU, CPU_WITH_UNITS):
+        if words == cpu.name:
+            return cpu
+    if match := re.fullmatch(r"sm ?(\d+)(\d)[af]?", words):
+        capability = (int(match[1]), int(match[2]))
+        return Target("cuda", f"sm_{match[1]}{match[2]}", capability)
+    if match := re.fullmatch(r"(?:tpu ?v?|v)((\d\d?) ?(?:lite|[a-z])?)", words):
+        generation, short = int(match[2]), match[1].replace(" ", "")
+        # A later one than all that are known is called as it calls itself.
+        tpu = short if generation > 7 else _TPUS.get(short)
+        return None if tpu is None else Target("tpu", f"tpu{tpu}", (generation, 0))
+    for gpu, capability in _GPUS:
+        if re.search(rf"\b{gpu}\b", words):
+            return Target("cuda", gpu, capability)
+    return None
+
+
+def _from_mesh() -> Target | None:
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = getattr(device, "device_kind", None)
+    if kind is None:
+        return None
+    return this_cpu() if kind.lower() == "cpu" else _from_name(kind)
+
+
+def _from_default_device() -> Target:
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    return target_of(chosen)
+
+
+def target_of(device: Any) -> Target:
+    """The target that a `jax.Device` is."""
+    capability = str(getattr(device, "compute_capability", ""))
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)  # of ROCm it is a word
+    if device.platform in ("gpu", "cuda") and match:
+        name = f"sm_{match[1]}{match[2]}"
+        return Target("cuda", name, (int(match[1]), int(match[2])))
+    kind = device.device_kind
+    if device.platform == "cpu":
+        return this_cpu()
+    return _from_name(kind) or Target(device.platform, kind)

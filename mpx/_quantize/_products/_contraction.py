@@ -1,0 +1,308 @@
+"""The three products of a linear layer as `jax.lax.dot_general`s.
+
+`left` and `right` are the operands, in any layout that `dot_general` has: batch axes,
+contracted axes and free axes in any order. Its result has the batch axes, then left's
+free ones, then right's. The gradient of either operand is again a product: of the
+result's gradient and the other operand, contracted over the other one's free axes. What
+comes out has its axes in another order than the operand, hence the permutation.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from ..._base.typing import Length, Shape
+from .._formats._format import Format
+from .._quantizers._array import QuantizedArray
+
+Axes = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+
+
+class Contraction(NamedTuple):
+    """A product of two arrays.
+
+    Attributes:
+        dimension_numbers: Those of `jax.lax.dot_general`.
+        permutation: The order in which to take the axes of its result.
+    """
+
+    dimension_numbers: DimensionNumbers
+    permutation: Axes
+
+    def sizes(self, left: Shape, right: Shape) -> tuple[Length, Length, Length]:
+        """How many rows, columns and contracted numbers the product has.
+
+        Args:
+            left: The shape of the left operand.
+            right: The shape of the right operand.
+        """
+        (lc, rc), (lb, rb) = self.dimension_numbers
+        return (
+            math.prod(left[axis] for axis in _free(len(left), lc, lb)),
+            math.prod(right[axis] for axis in _free(len(right), rc, rb)),
+            math.prod(left[axis] for axis in lc),
+        )
+
+    def swapped(self, left_rank: int, right_rank: int) -> "Contraction":
+        """The same product with its operands in the other order."""
+        (lc, rc), (lb, rb) = self.dimension_numbers
+        batch = len(lb)
+        left, right = left_rank - batch - len(lc), right_rank - batch - len(rc)
+        order = [*range(batch), *range(batch + right, batch + right + left)]
+        order += range(batch, batch + right)
+        permutation = tuple(order[axis] for axis in self.permutation)
+        return Contraction(((rc, lc), (rb, lb)), permutation)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the axes of the result are in place."""
+        return self.permutation == tuple(range(len(self.permutation)))
+
+
+class LinearContractions(NamedTuple):
+    """The products of a linear layer, with their operands.
+
+    Attributes:
+        forward: left, right -> result.
+        for_left: gradient, right -> gradient of left.
+        for_right: left, gradient -> gradient of right.
+    """
+
+    forward: Contraction
+    for_left: Contraction
+    for_right: Contraction
+
+
+def contractions(
+    dimension_numbers: DimensionNumbers, left_rank: int, right_rank: int
+) -> LinearContractions:
+    """The product of these dimension numbers and the products of its derivatives."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    left_free = _free(left_rank, lc, lb)
+    right_free = _free(right_rank, rc, rb)
+    batch = tuple(range(len(lb)))
+    first = len(lb) + len(left_free)  # of right's free axes, in the result
+    rank = first + len(right_free)
+    left_part = tuple(range(len(lb), first))
+    right_part = tuple(range(first, rank))
+    forward = Contraction(dimension_numbers, tuple(range(rank)))
+    # Of an operand the contracted axes stay, in the order that they stand in.
+    left_rest = [axis for _, axis in sorted(zip(rc, lc, strict=True))]
+    right_rest = [axis for _, axis in sorted(zip(lc, rc, strict=True))]
+    for_left = Contraction(
+        ((right_part, right_free), (batch, rb)), _order([*lb, *left_free, *left_rest])
+    )
+    for_right = Contraction(
+        ((left_free, left_part), (lb, batch)), _order([*rb, *right_rest, *right_free])
+    )
+    return LinearContractions(forward, for_left, for_right)
+
+
+def product_shape(
+    dimension_numbers: DimensionNumbers, left: Shape, right: Shape
+) -> Shape:
+    """The shape of the product of arrays of these shapes."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    batch = tuple(left[axis] for axis in lb)
+    rows = tuple(left[axis] for axis in _free(len(left), lc, lb))
+    columns = tuple(right[axis] for axis in _free(len(right), rc, rb))
+    return batch + rows + columns
+
+
+def as_matrices(
+    dimension_numbers: DimensionNumbers, left: Array, right: Array
+) -> tuple[Array, Array, DimensionNumbers, Shape]:
+    """Brings operands into the layout in which blocks lie along one axis.
+
+    Args:
+        dimension_numbers: Those of a product.
+        left: Its left operand.
+        right: Its right operand.
+
+    Returns:
+        The operands as [*batch, rows, contracted] and [*batch, contracted, columns],
+        the dimension numbers of their product, and the shape of the product asked for,
+        whose elements are in the same order.
+    """
+    (lc, rc), (lb, rb) = dimension_numbers
+    left_free = _free(left.ndim, lc, lb)
+    right_free = _free(right.ndim, rc, rb)
+    shape = product_shape(dimension_numbers, left.shape, right.shape)
+    batch = shape[: len(lb)]
+    rows = math.prod(shape[len(lb) : len(lb) + len(left_free)])
+    columns = math.prod(shape[len(lb) + len(left_free) :])
+    depth = math.prod(left.shape[axis] for axis in lc)
+    left = left.transpose(*lb, *left_free, *lc)
+    left = left.reshape(*batch, rows, depth)
+    right = right.transpose(*rb, *rc, *right_free)
+    right = right.reshape(*batch, depth, columns)
+    first = tuple(range(len(batch)))
+    matrix = (((len(batch) + 1,), (len(batch),)), (first, first))
+    return left, right, matrix, shape
+
+
+def padded(x: Array, axis: int, length: Length) -> Array:
+    """The array with zeros after the end of an axis, up to a length."""
+    missing = length - x.shape[axis]
+    # A dimension that only a call knows (`jax.export`) cannot be compared.
+    if isinstance(missing, int) and missing <= 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
+
+
+def _free(rank: int, contracted: Axes, batch: Axes) -> Axes:
+    taken = {*contracted, *batch}
+    return tuple(axis for axis in range(rank) if axis not in taken)
+
+
+def _order(destinations: list[int]) -> Axes:
+    """The permutation that brings axis i to `destinations[i]`."""
+    return tuple(sorted(range(len(destinations)), key=destinations.__getitem__))
+
+
+# ----------------------------------------------------------------------------
+# Blocks along rows that come in groups: no block has rows of two groups.
+#
+# In the gradient of an expert's weight, blocks lie along the rows, and the next
+# expert's may be a thousand times larger. One scale for both makes noise of the small
+# ones, which a Hadamard transform spreads over all rows of the block.
+#
+# So where a group begins inside of a block, its rows in that block are quantized apart
+# from those of the group before: with zeros in their place there, and with zeros behind
+# them here, as if they were the last rows of an array.
+#
+#     rows     a a a a a b b c | c c c c c c c c
+#     whole    a a a a a 0 0 0 | c c c c c c c c     blocks as without groups
+#     starts   b b 0 0 0 0 0 0   c 0 0 0 0 0 0 0     one for each group but the first
+#
+# No row moves where all groups are whole blocks: bits are those of the array in blocks.
+# What devices share of the rows stays where it is, but for a block of each group.
+
+Sizes = Int[Array, "*batch groups"]
+
+
+class GroupedArray(eqx.Module):
+    """Rows of groups in low precision: see the top of this file.
+
+    Attributes:
+        whole: The blocks as without groups. Numbers of 8 bits stand in its payload all.
+        starts: The blocks of groups that begin inside of one: of numbers of 8 bits the
+            scales only. Numbers of 4 bits share bytes with their neighbours, and may be
+            of a transform of more rows than a group has there.
+        sizes: How many rows each group has.
+    """
+
+    whole: QuantizedArray
+    starts: QuantizedArray | Array
+    sizes: Sizes
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.whole.ndim
+
+    def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
+        """Numbers and what all are multiplied by; see `QuantizedArray`."""
+        starts, block = self.starts, self.whole.block
+        if not isinstance(starts, QuantizedArray):
+            starts = _with_payload(self.whole, starts, self.sizes)
+        x, scale = self.whole._factors(rotated=rotated)
+        others, scale_there = starts._factors(rotated=rotated)
+        if scale is not None and scale_there is not None:
+            ends = jnp.cumsum(self.sizes, axis=-1)
+            scale_there = jnp.where((ends % block > 0).any(), scale_there, 0)
+            # The larger one: the numbers of both stay in range.
+            here, there, scale = scale, scale_there, jnp.maximum(scale, scale_there)
+            x, others = x * (here / scale), others * (there / scale)
+        return _with_starts(x, others, self.sizes, block), scale
+
+
+def quantized_in_groups(
+    quantize: Callable[[Array], QuantizedArray], x: Array, sizes: Sizes, block: int
+) -> QuantizedArray | GroupedArray:
+    """Quantizes rows so that no block has those of two groups.
+
+    Args:
+        quantize: Quantizes an array in blocks along its rows.
+        x: Rows, [*batch, rows, columns].
+        sizes: How many of them each group has, [*batch, groups] or [groups].
+        block: The length of a block.
+    """
+    if sizes.shape[-1] < 2:
+        return quantize(x)
+    blocks = (x.shape[-2] + block - 1) // block
+    x = padded(x, -2, blocks * block)
+    is_late, _ = _late_rows(sizes, x.shape[-2], block)
+    whole = quantize(jnp.where(_beside(is_late, x), jnp.zeros_like(x), x))
+    starts = quantize(_starts_of(x, sizes, block))
+    if whole.format is Format.E2M1:
+        return GroupedArray(whole, starts, sizes)
+    payload = _with_starts(whole.payload, starts.payload, sizes, block)
+    whole = dataclasses.replace(whole, payload=payload)
+    return GroupedArray(whole, starts.inverse_scale, sizes)
+
+
+def _late_rows(sizes: Sizes, rows: Length, block: int) -> tuple[Array, Array]:
+    """Which rows are of a group that begins in their block, and where they are there.
+
+    Two arrays [*batch, rows]: the second one is the place in what `_starts_of` gives.
+    """
+    ends = jnp.expand_dims(jnp.cumsum(sizes, axis=-1), -2)
+    shape = (*sizes.shape[:-1], rows, sizes.shape[-1])
+    row = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+    is_past = ends <= row
+    group = is_past.sum(axis=-1)  # that of a row
+    start = jnp.max(jnp.where(is_past, ends, 0), axis=-1)
+    row = row[..., 0]
+    is_late = (start % block > 0) & (start // block == row // block)
+    is_late &= group < sizes.shape[-1]
+    return is_late, (group - 1) * block + row - start
+
+
+def _starts_of(x: Array, sizes: Sizes, block: int) -> Array:
+    """A block of each group but the first: its rows in the block that it begins in.
+
+    Zeros for all other rows, and for a group that begins where a block does.
+    """
+    ends = jnp.cumsum(sizes, axis=-1)[..., None]
+    start, end = ends[..., :-1, :], ends[..., 1:, :]
+    shape = (*start.shape[:-1], block)
+    row = start + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    is_here = (row < end) & (row // block == start // block) & (start % block > 0)
+    flat = (*shape[:-2], shape[-2] * block)
+    found = _rows_of(x, row.reshape(flat))
+    return jnp.where(_beside(is_here.reshape(flat), x), found, jnp.zeros_like(found))
+
+
+def _with_starts(x: Array, starts: Array, sizes: Sizes, block: int) -> Array:
+    """The rows of groups that begin inside of blocks, put in their places."""
+    is_late, place = _late_rows(sizes, x.shape[-2], block)
+    return jnp.where(_beside(is_late, x), _rows_of(starts, place), x)
+
+
+def _with_payload(whole: QuantizedArray, scales: Array, sizes: Sizes) -> QuantizedArray:
+    """The blocks of these scales, whose numbers stand in the payload of the whole."""
+    # As bits, which devices that share the rows can send each other everywhere.
+    bits = lax.bitcast_convert_type(whole.payload, jnp.uint8)
+    bits = _starts_of(bits, sizes, whole.block)
+    payload = lax.bitcast_convert_type(bits, whole.payload.dtype)
+    return dataclasses.replace(whole, payload=payload, inverse_scale=scales)
+
+
+def _rows_of(x: Array, places: Array) -> Array:
+    return jnp.take_along_axis(x, _beside(places, x), axis=-2, mode="clip")
+
+
+def _beside(by_row: Array, x: Array) -> Array:
+    """Something of each row in the rank of the rows."""
+    batch = x.ndim - 1 - by_row.ndim
+    return by_row.reshape((1,) * batch + by_row.shape + (1,))

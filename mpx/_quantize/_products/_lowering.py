@@ -1,0 +1,433 @@
+"""One product of quantized operands, on the fastest path that its device has.
+
+The paths differ in how a product is computed, not in what is quantized:
+
+    emulated      float32 products of dequantized operands: exact but for the sums.
+                  For a CPU of bfloat16 operands, if those hold the numbers exactly
+    half          the same operands rounded to half precision, if they are not already
+                  half-precision numbers; sums in float32
+    FP8 units     FP8 operands, where each has one scale (CUDA from 8.9 on, TPU7x)
+    block units   operands in blocks with their scales (MXFP8, NVFP4, CUDA from 10.0 on)
+
+The last two are patterns that XLA recognizes. They are written exactly as it wants
+them: a scale that is divided by, or applied after a cast, would be a pass of its own.
+A path stands in `jax.lax.platform_dependent` with the emulated one as the default, so
+that the same program runs on the CPU.
+"""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from ..._base.jax_compat import as_varying, varying_axes
+from ..._program import multiply_to_float32
+from .._formats._format import Format
+from .._formats._target import Target
+from .._quantizers._array import QuantizedArray
+from ._contraction import Axes, Contraction, GroupedArray, padded
+
+# ----------------------------------------------------------------------------
+# Products of MXFP8 and NVFP4 arrays for units that know blocks and their scales.
+#
+# `jax.nn.scaled_matmul` becomes cuDNN's call of them on Blackwell (with an older cuDNN
+# it is computed otherwise, silently). It takes matrices with the contracted axis last
+# and one batch axis in front, scales beside them, and neither knows NVFP4's scale of
+# the tensor nor `jax.vmap` over one operand alone: that is what stands here.
+
+
+def have_block_form(
+    left: QuantizedArray, right: QuantizedArray, target: Target
+) -> bool:
+    """Whether the target's units multiply two arrays with blocks.
+
+    Those of MXFP8 (not E5M2 by E5M2) or of NVFP4, both Hadamard-transformed or neither.
+    """
+    if not target.has_block_units or not left._is_rotated_like(right):
+        return False
+    dtypes = {str(one.inverse_scale.dtype) for one in (left, right)}
+    blocks = {left.block, right.block}
+    if blocks == {32} and dtypes == {"float8_e8m0fnu"}:
+        return Format.E4M3 in (left.format, right.format)
+    return blocks == {16} and dtypes == {"float8_e4m3fn"}
+
+
+def in_blocks(
+    left: QuantizedArray,
+    right: QuantizedArray,
+    contraction: Contraction,
+    dtype: np.dtype,
+) -> Array:
+    """The product of arrays [*batch, rows, columns], which blocks lie in.
+
+    Args:
+        left: The left operand.
+        right: The right operand.
+        contraction: What to contract: one axis of the last two, of either.
+        dtype: The dtype of the result.
+    """
+    (here,), (there,) = contraction.dimension_numbers[0]
+    left_payload, left_scales = _with_axis_last(left, here - left.ndim)
+    right_payload, right_scales = _with_axis_last(right, there - right.ndim)
+    tensor = [
+        one.tensor_inverse_scale
+        for one in (left, right)
+        if one.tensor_inverse_scale is not None
+    ]
+    # float16 may not have the range of a result. bfloat16 has it, and is rounded once
+    # more (2^-9) where a scale of the tensor follows: an array of float32 would be
+    # twice as many bytes to write, and to read in each use.
+    inner = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")
+    multiply = _matrix_product(inner)
+    y = multiply(left_payload, right_payload, left_scales, right_scales)
+    # JAX's call does not say that its result varies between devices as its operands do.
+    y = as_varying(y, varying_axes(left_payload) | varying_axes(right_payload))
+    y = y.reshape(*left.shape[:-2], *y.shape[1:])
+    if tensor:
+        y = y.astype(jnp.float32) * math.prod(tensor[1:], start=tensor[0])
+    return y.astype(dtype)
+
+
+def _with_axis_last(operand: QuantizedArray, axis: int) -> tuple[Array, Array]:
+    """Payload and scales as [batch, rows, contracted]."""
+    payload, scales = operand.payload, operand.inverse_scale
+    other = -3 - axis
+    if len(operand.axes) == 2:
+        scales = jnp.repeat(scales, operand.block, axis=other)
+    if operand.format is Format.E2M1:
+        packed = operand.axes[-1]
+        # Of a transposed argument XLA gives a bitcast its layout, and transposes what
+        # has been transposed before; the axis of one number keeps both in order
+        # (jax 0.10.2, November 2026).
+        numbers = jnp.moveaxis(payload, packed, -1)[..., None]
+        numbers = lax.bitcast_convert_type(numbers, jnp.float4_e2m1fn)
+        numbers = numbers.reshape(*numbers.shape[:-3], -1)
+        payload = jnp.moveaxis(numbers, -1, packed)
+    return _as_matrices(payload, axis), _as_matrices(scales, axis)
+
+
+def _as_matrices(x: Array, last: int) -> Array:
+    rows, length = x.shape[-3 - last], x.shape[last]
+    return jnp.moveaxis(x, last, -1).reshape(-1, rows, length)
+
+
+def _matrix_product(dtype: np.dtype) -> Callable[..., Array]:
+    @jax.custom_batching.custom_vmap
+    def product(*operands: Array) -> Array:
+        return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)
+
+    @product.def_vmap
+    def rule(
+        size: int, are_batched: Sequence[bool], *operands: Array
+    ) -> tuple[Array, bool]:
+        folded = []
+        for x, is_batched in zip(operands, are_batched, strict=True):
+            if not is_batched:
+                x = jnp.broadcast_to(x[None], (size, *x.shape))
+            folded.append(x.reshape(-1, *x.shape[2:]))
+        y = product(*folded)
+        return y.reshape(size, -1, *y.shape[1:]), True
+
+    return product
+
+
+# ----------------------------------------------------------------------------
+
+Operand = QuantizedArray | GroupedArray | Array
+
+
+class Path(enum.Enum):
+    """How a product is computed; see the top of this file."""
+
+    EMULATED = "emulated"
+    HALF = "dequantized"
+    FP8_UNITS = "FP8 units"
+    BLOCK_UNITS = "block-scaled units"
+
+
+UNITS = (Path.FP8_UNITS, Path.BLOCK_UNITS)
+"""The paths of products that are computed with the bits of their operands."""
+
+
+def multiply(
+    left: Operand,
+    right: Operand,
+    contraction: Contraction,
+    dtype: np.dtype,
+    is_summed: bool = False,
+    *,
+    target: Target,
+    half: np.dtype,
+    is_backward: bool,
+) -> Array:
+    """The product of two operands, quantized or not.
+
+    Args:
+        left: The left operand.
+        right: The right operand. Contracted axes may be padded, of either.
+        contraction: What to contract.
+        dtype: The dtype of the result.
+        is_summed: Whether devices sum it, so that nothing may stand between it and
+            what uses the sum.
+        target: The device.
+        half: The dtype for products of what is dequantized, where that is fast.
+        is_backward: Whether the product is of a backward pass, for which sums are kept
+            in full float32.
+
+    Returns:
+        The product, permuted.
+    """
+    dequantized = functools.partial(_dequantized, contraction=contraction, dtype=dtype)
+    emulated = functools.partial(dequantized, inner=np.dtype("float32"))
+    path = path_of_operands(left, right, contraction, target)
+    if path is Path.EMULATED:
+        inner = emulated_in(left, right, target)
+        is_in_form = inner == jnp.bfloat16
+        return dequantized(left, right, inner=inner, is_in_form=is_in_form)
+    if path is Path.FP8_UNITS:
+        is_cuda = target.platform == "cuda"
+        fast = functools.partial(
+            _in_fp8,
+            contraction=contraction,
+            dtype=dtype,
+            precision=_preset(is_backward) if is_cuda else None,
+            stands_alone=is_cuda and not is_backward,
+        )
+        if is_summed and is_cuda and dtype == jnp.float32:
+            fast = functools.partial(_in_fp8_to_sum, contraction=contraction)
+    elif path is Path.BLOCK_UNITS:
+        fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
+    else:
+        fast = functools.partial(dequantized, inner=half)
+    if target.platform not in ("cuda", "rocm", "tpu"):
+        return fast(left, right)
+    branches = {target.platform: fast}
+    return lax.platform_dependent(left, right, **branches, default=emulated)
+
+
+def path_of_operands(
+    left: object, right: object, contraction: Contraction, target: Target
+) -> Path:
+    """The path of a product. Shapes and options decide, no numbers do.
+
+    Args:
+        left: The left operand, or what `jax.eval_shape` gives for it.
+        right: The same of the right one.
+        contraction: What to contract.
+        target: The device.
+    """
+    if target.platform == "cpu":
+        return Path.EMULATED
+    if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
+        return Path.HALF
+    if left.axes or right.axes:
+        return Path.BLOCK_UNITS if have_block_form(left, right, target) else Path.HALF
+    # cuBLAS has no product of E5M2 by E5M2, and XLA finds none of a matrix by a vector.
+    both_wide = left.format is Format.E5M2 and right.format is Format.E5M2
+    rows, columns, _ = contraction.sizes(left.shape, right.shape)
+    if target.has_fp8_units and not both_wide and min(rows, columns) > 1:
+        return Path.FP8_UNITS
+    return Path.HALF
+
+
+def emulated_in(left: object, right: object, target: Target) -> np.dtype:
+    """The dtype of the operands of an emulated product.
+
+    bfloat16 where that is fast and has all their numbers. A scale of the whole tensor
+    is no part of them; those of blocks are.
+
+    Args:
+        left: The left operand, or what `jax.eval_shape` gives for it.
+        right: The same of the right one.
+        target: The device.
+    """
+    rotated = _are_rotated_alike(left, right)
+    has_all = all(_is_bfloat16(operand, rotated) for operand in (left, right))
+    return np.dtype(jnp.bfloat16 if target.wants_cpu_form and has_all else jnp.float32)
+
+
+def _is_bfloat16(operand: object, rotated: bool) -> bool:
+    """Whether bfloat16 has all numbers of an operand.
+
+    It has 8 binary digits. Numbers of E4M3 have 4, of E5M2 3, and those of E2M1 times
+    the scales of NVFP4 2 + 4.
+    """
+    if not isinstance(operand, QuantizedArray):
+        return getattr(operand, "dtype", None) == jnp.bfloat16
+    if operand.rotated and not rotated:
+        return False
+    return not operand.axes or operand.inverse_scale.dtype != jnp.float32
+
+
+def _preset(is_backward: bool) -> lax.DotAlgorithmPreset:
+    if is_backward:
+        return lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+    return lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+
+
+def _in_fp8(
+    left: Operand,
+    right: Operand,
+    contraction: Contraction,
+    dtype: np.dtype,
+    precision: lax.DotAlgorithmPreset | None,
+    stands_alone: bool = False,
+) -> Array:
+    assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
+    swapped = contraction.swapped(left.ndim, right.ndim)
+    if swapped.is_ordered:  # or a transpose would come between product and scale
+        left, right, contraction = right, left, swapped
+    # On CUDA XLA takes the scale into the product, unless sizes make it pad: then one
+    # in bfloat16 would be rounded before it is scaled. float16 has not its range.
+    sizes = contraction.sizes(left.shape, right.shape)
+    is_taken_in = precision is not None and all(size % 16 == 0 for size in sizes)
+    is_taken_in &= dtype == jnp.bfloat16
+    inner = jnp.dtype("bfloat16" if is_taken_in else "float32")
+    y = lax.dot_general(
+        left.payload,
+        right.payload,
+        contraction.dimension_numbers,
+        precision=precision,
+        preferred_element_type=inner,
+    )
+    scale = left.inverse_scale * right.inverse_scale
+    y = (y * scale.astype(inner)).astype(dtype)
+    if stands_alone:
+        # XLA would compute a gelu behind the product in its call. Where the product is
+        # wanted for the backward pass, too, that call has two results, which it cannot
+        # emit in FP8: "RET_CHECK failure (xla/service/gpu/thunk_emitter.cc)
+        # !has_aux_output" (jax 0.10.2, CUDA 12.9, November 2026). The result of a call
+        # is written in any case, so a barrier behind it moves no bytes; the GPT of
+        # `benchmarks whole-steps` has such a gelu.
+        y = lax.optimization_barrier(y)
+    return y.transpose(contraction.permutation)
+
+
+def _in_fp8_to_sum(left: Operand, right: Operand, contraction: Contraction) -> Array:
+    """A product of the backward pass, float32, a part of which each device has.
+
+    The compiler sums right behind the product, and a scale in between keeps it from two
+    things: summing once behind a loop that adds up such sums, and giving each device
+    its piece of the sum only. So the scales stand with the operands, where XLA finds
+    them, too, and the product is the same call of cuBLAS. It finds them in products
+    that give float32, and in none that give bfloat16 (jax 0.10.2, compiled for sm_90,
+    November 2026).
+    """
+    assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
+    swapped = contraction.swapped(left.ndim, right.ndim)
+    if swapped.is_ordered:
+        left, right, contraction = right, left, swapped
+    y = lax.dot_general(
+        left.payload.astype(jnp.float32) * left.inverse_scale,
+        right.payload.astype(jnp.float32) * right.inverse_scale,
+        contraction.dimension_numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.dtype("float32"),
+    )
+    return y.transpose(contraction.permutation)
+
+
+def _dequantized(
+    left: Operand,
+    right: Operand,
+    contraction: Contraction,
+    inner: np.dtype,
+    dtype: np.dtype,
+    is_in_form: bool = False,
+) -> Array:
+    # A product sees the transform of an operand only if it has that of the other one.
+    rotated = _are_rotated_alike(left, right)
+    left, left_scale = numbers_and_scale(left, rotated=rotated)
+    right, right_scale = numbers_and_scale(right, rotated=rotated)
+    for here, there in zip(*contraction.dimension_numbers[0], strict=True):
+        left = padded(left, here, right.shape[there])
+        right = padded(right, there, left.shape[here])
+    left, right = left.astype(inner), right.astype(inner)
+    if is_in_form:
+        y = multiply_to_float32(left, right, contraction.dimension_numbers)
+    else:
+        y = lax.dot_general(
+            left,
+            right,
+            contraction.dimension_numbers,
+            precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+    y = times_scales(y, left_scale, right_scale)
+    return y.transpose(contraction.permutation).astype(dtype)
+
+
+def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
+    """A product of numbers times the scales of its operands, in float32."""
+    y = y.astype(jnp.float32)
+    if left is not None and right is not None:
+        return y * (left * right)
+    scale = right if left is None else left
+    return y if scale is None else y * scale
+
+
+def has_units(
+    left: object, right: object, contraction: Contraction, target: Target
+) -> bool:
+    """Whether a product is computed with the bits of its operands."""
+    return path_of_operands(left, right, contraction, target) in UNITS
+
+
+def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
+    """Data for an FP8 product of CUDA, which nothing but this product reads.
+
+    XLA joins products that share an operand, as of q, k and v, into one of all their
+    columns, and cuts each result out by a kernel of its own: 6.4 of 85 GB in a Llama of
+    8 layers (jax 0.10.2, compiled for sm_90, November 2026). Behind a barrier with
+    something that only this product has, the data is shared with no other one.
+
+    Args:
+        x: The data.
+        w: The weight.
+        contracted: The axes of the data that the product sums over. Where they are not
+            the last ones, it is turned first, once for all products.
+        target: The device.
+    """
+    last = tuple(range(x.ndim - len(contracted), x.ndim))
+    is_turned = target.transposes_fp8 and contracted != last
+    if target.platform != "cuda" or not target.has_fp8_units or is_turned:
+        return x
+    if not (isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray)) or x.axes:
+        return x
+    payload, _ = lax.optimization_barrier((x.payload, w.inverse_scale))
+    return dataclasses.replace(x, payload=payload)
+
+
+def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
+    """Operands that wait for a product, in the few bits that they have.
+
+    Where nothing computes with these bits, the compiler sees an array that is rounded,
+    narrowed and widened again. As nothing is lost by it, it would leave out the last
+    two and keep the wide array. And it would make an operand of the backward pass when
+    that comes, and keep for it what it is made from: so a result that goes in here
+    comes out when the operands are there.
+    """
+    return lax.optimization_barrier(arrays)
+
+
+def numbers_and_scale(
+    operand: Operand, *, rotated: bool = False
+) -> tuple[Array, Array | None]:
+    """An operand as numbers and what is common to all; see `QuantizedArray`."""
+    if isinstance(operand, QuantizedArray | GroupedArray):
+        return operand._factors(rotated=rotated)
+    return operand, None
+
+
+def _are_rotated_alike(left: object, right: object) -> bool:
+    """Whether both operands are of the same Hadamard transform."""
+    if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
+        return False
+    return left.rotated and left._is_rotated_like(right)

@@ -1,0 +1,206 @@
+"""Operands of a linear layer's products: which are quantized, how, along which axis.
+
+Each of the three arrays is an operand of two products: x of y = x w and dw = xᵀ g, w of
+y and dx = g wᵀ, g of dx and dw. Where blocks lie along the contracted axis, the two
+products want two copies, both quantized from high precision. One scale, or square
+blocks, serve both products with the same copy.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .._formats._arithmetic import EXACT, arithmetic_of
+from .._formats._blocks import Axes, Join
+from .._formats._rounding import flushed, noise_from, pack, unpack
+from .._formats._target import Target
+from .._quantizers._array import QuantizedArray
+from .._quantizers._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
+from .._quantizers._kinds import AbstractKernel, AbstractQuantizer, Asked
+from .._quantizers._recipes import AbstractRecipe, Role
+from ._contraction import padded, quantized_in_groups
+from ._lowering import Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """How an array becomes the operands of its two products.
+
+    Attributes:
+        recipe: Gives the quantizers.
+        role: What the array is.
+        half: The dtype of a copy that is not quantized.
+        target: The device.
+        join: How amaxes are joined over devices.
+        axes: The axis that the first product contracts and that the second one does,
+            negative. Without meaning for quantizers with one scale.
+        step: The number of the training step, by which noise is drawn; None if nobody
+            knows it.
+        rounded_to: A dtype that the numbers are rounded to first; None: as they are.
+        sizes: How many rows (axis -2) each group has, if rows come in groups.
+    """
+
+    recipe: AbstractRecipe
+    role: Role
+    half: np.dtype
+    target: Target
+    join: Join
+    axes: tuple[int, int]
+    step: Array | None = None
+    rounded_to: np.dtype | None = None
+    sizes: Array | None = None
+
+    def first(self, x: Array, scale: Array | None = None) -> Operand:
+        """The copy for y, or for dx of a gradient.
+
+        Args:
+            x: The array.
+            scale: The scale of delayed scaling.
+        """
+        return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
+
+    def begin(
+        self, x: Array, scale: Array | None = None
+    ) -> tuple[Operand, Callable[[Operand], Operand]]:
+        """The first copy, and what makes the second one of it.
+
+        Args:
+            x: The array.
+            scale: The scale of delayed scaling.
+
+        Returns:
+            What `first` gives; and a function of it that gives the copy for the product
+            of the backward pass, or for dw of a gradient.
+        """
+        if (both := self._by_kernel(x)) is not None:
+            first, second = both
+            return first, lambda _: second
+        return self.first(x, scale), functools.partial(self._second, x, scale)
+
+    def _second(self, x: Array, scale: Array | None, first: Operand) -> Operand:
+        if self.role is not Role.GRADIENT:
+            if self.recipe.backward_override == "high_precision":
+                return self._rounded(x).astype(self.half)
+            if self.recipe.backward_override == "dequantized":
+                return first
+        one, other = self._quantizers()
+        if one == other and (one is None or one.block_dimensions != 1):
+            return first
+        return self._copy(x, other, self.axes[1], scale, salt=1)
+
+    def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
+        """Both copies by the recipe's kernel, where it has one for them."""
+        kernel = kernel_of(self.recipe, self.target)
+        if kernel is None or not kernel.takes(x.shape) or self.sizes is not None:
+            return None
+        first, second = self._quantizers()
+        if first is None or second is None or self.recipe.backward_override:
+            return None
+
+        def by_kernel(x: Array, step: Array | None) -> tuple[Operand, Operand]:
+            return kernel.quantize(
+                x,
+                (first, second),
+                self.half,
+                self.axes,
+                self.join,
+                step=step,
+                rounded_to=self.rounded_to,
+            )
+
+        def apart(x: Array, step: Array | None) -> tuple[Operand, Operand]:
+            here = dataclasses.replace(self, step=step)
+            one = here._copy(x, first, self.axes[0], None, salt=0)
+            other = here._second(x, None, one)
+            if isinstance(one, QuantizedArray) and other is one:
+                # One copy in square blocks; the kernel packs it along either axis.
+                return _packed_along(one, self.axes[0]), _packed_along(
+                    one, self.axes[1]
+                )
+            return one, other
+
+        branches = {self.target.platform: by_kernel}
+        return lax.platform_dependent(x, self.step, **branches, default=apart)
+
+    def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
+        first = self.recipe.quantizer(self.role)
+        if self.role is Role.WEIGHT:
+            return first, first
+        return first, self.recipe.quantizer(self.role, for_wgrad=True)
+
+    def _rounded(self, x: Array) -> Array:
+        return x if self.rounded_to is None else x.astype(self.rounded_to)
+
+    def _copy(
+        self,
+        x: Array,
+        quantizer: AbstractQuantizer | None,
+        axis: int,
+        scale: Array | None,
+        salt: int,
+    ) -> Operand:
+        x = self._rounded(x)
+        if quantizer is None:
+            return x.astype(self.half)
+        axes = {0: (), 1: (axis,), 2: (-2, -1)}[quantizer.block_dimensions]
+        quantize = functools.partial(self._quantized, quantizer, axes, scale, salt)
+        if self.sizes is None or -2 not in axes:
+            return quantize(x)
+        return quantized_in_groups(quantize, x, self.sizes, quantizer.block)
+
+    def _quantized(
+        self,
+        quantizer: AbstractQuantizer,
+        axes: Axes,
+        scale: Array | None,
+        salt: int,
+        x: Array,
+    ) -> QuantizedArray:
+        x = x.astype(jnp.float32)
+        for one in axes:
+            # As a multiple, so that it is known to be one whatever the length.
+            blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
+            x = padded(x, one, blocks * quantizer.block)
+        key = None
+        if quantizer.stochastic_rounding:
+            key = noise_from(flushed(x), salt, self.step)
+        to = Asked(self.half, axes, key, scale, self.join)
+        if not is_cast(quantizer, self.target):
+            by = arithmetic_of(self.target)
+            if by is EXACT or axes:  # where there is one scale, a CPU flushes itself
+                x = flushed(x)
+            return quantizer._quantize(x, to._replace(by=by))
+        by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
+        return quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
+
+
+def _packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
+    payload = pack(unpack(square.payload, square.axes[-1]), axis)
+    return dataclasses.replace(square, payload=payload, axes=(-3 - axis, axis))
+
+
+def kernel_of(recipe: AbstractRecipe, target: Target) -> AbstractKernel | None:
+    """The kernel that a recipe asks for, if it has one on the device."""
+    return getattr(recipe, "kernel", None) if target.has_block_units else None
+
+
+def has_blocks(recipe: AbstractRecipe) -> bool:
+    """Whether a quantizer of the recipe has blocks."""
+    return any(one.block_dimensions for one in _quantizers_of(recipe))
+
+
+def rounds_stochastically(recipe: AbstractRecipe) -> bool:
+    """Whether a quantizer of the recipe does."""
+    return any(one.stochastic_rounding for one in _quantizers_of(recipe))
+
+
+def _quantizers_of(recipe: AbstractRecipe) -> list[AbstractQuantizer]:
+    uses = [(role, False) for role in Role]
+    uses += [(Role.INPUT, True), (Role.GRADIENT, True)]
+    quantizers = (recipe.quantizer(role, for_wgrad=use) for role, use in uses)
+    return [one for one in quantizers if one is not None]

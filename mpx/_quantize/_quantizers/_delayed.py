@@ -1,0 +1,330 @@
+"""Delayed scaling: scales from the amaxes of earlier steps.
+
+With current scaling an array is read twice, once for its amax and once to quantize it.
+Delayed scaling quantizes with a scale that is known before, and takes the amax on the
+way. So it has a state, which one pure function updates.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Protocol, TypeAlias, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from ..._base.errors import describe
+from ..._base.typing import FloatScalar
+from .._formats._blocks import LARGEST_SCALE, Join, as_cotangent, refuse_batching
+from .._formats._format import Format, check_flags
+from .._formats._rounding import SMALLEST_FLOAT32, largest_magnitude
+from .._formats._target import Target
+from ._casting import amax_of
+from ._kinds import TensorQuantizer
+from ._recipes import (
+    AbstractRecipe,
+    Float8CurrentScaling,
+    Role,
+    check_fp8_format,
+    format_of,
+)
+
+AmaxAlgorithm: TypeAlias = str | Callable[[Array], Array]
+
+
+class DelayedScalingState(eqx.Module):
+    """The state of delayed scaling for one array: past amaxes and the scale.
+
+    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` returns the first one,
+    `mpx.DelayedScaling.update` the next one.
+
+    Attributes:
+        amax_history: float32; first the slot of the next amax, then amaxes from the
+            oldest to the newest.
+        scale: float32, the scale of the next step.
+    """
+
+    amax_history: Float32[Array, " length"]
+    scale: FloatScalar
+
+
+class RecipeWithState(Protocol):
+    """What a recipe with `has_state` has; `DelayedScaling` says what each member does.
+
+    Attributes:
+        warm_start: Whether a scale of 0 stands for that of the array at hand.
+    """
+
+    @property
+    def warm_start(self) -> bool: ...
+
+    def init(self) -> DelayedScalingState:
+        """The state of a slot before the first step."""
+        ...
+
+    def update(
+        self, state: DelayedScalingState, amax: Array, role: Role
+    ) -> DelayedScalingState:
+        """The state after a step, from the amax that was seen in it."""
+        ...
+
+    def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(AbstractRecipe):
+    r"""FP8 with one scale per array, from the amaxes of earlier steps.
+
+    $$q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
+    x \approx q \cdot (1 / s) \qquad
+    s' = \frac{\mathrm{MAX}}{a} \cdot 2^{-\mathrm{margin}}$$
+
+    where $s$ is the scale of the state, $s'$ that of the next one, and $a$ the largest
+    amax of the history, this step's included. `update` has every detail.
+
+    The scale starts at 1, which flushes small gradients to zero (in E5M2 those below
+    $2^{-17}$), and so those of earlier layers. In training, arrays that were zero in
+    all steps take a scale from the largest amax of their role: gradients of all layers
+    arrive in the second step. With `warm_start=True` it starts at 0, which means:
+    computed from the array itself, as in current scaling. That reads it once more.
+
+    Args:
+        margin: Keeps scaled values this many powers of two below MAX, for arrays that
+            grow.
+        fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
+        amax_history_len: The length of the amax history.
+        amax_compute_algo: "max" of the history, "most_recent" for this step's amax, or
+            a function from the history (float32, this step's amax first) to one amax.
+        warm_start: Whether the first step computes its scales from the arrays. With
+            `mpx.quantization.quantize` omit `scale` while it is 0.
+        backward_override: Must be None: a high-precision backward pass would have no
+            amaxes of gradients. Transformer Engine allows no other value either.
+        reduce_amax: Must be True: an array sharded over several devices has one amax,
+            and so one scale.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 delayed scaling.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> from mpx.quantization import Role, quantize
+        >>> recipe = mpx.DelayedScaling(amax_history_len=16)
+        >>> state = recipe.init()
+        >>> x = jnp.array([7.0, -3.5])
+        >>> q = quantize(x, recipe.quantizer(Role.INPUT), scale=state.scale)
+        >>> state = recipe.update(state, jnp.abs(x).max(), Role.INPUT)
+        >>> float(state.scale)
+        64.0
+    """
+
+    has_state: ClassVar[bool] = True
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    warm_start: bool = False
+    reduce_amax: bool = dataclasses.field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+        check_flags(self, "warm_start", "reduce_amax")
+        if not self.reduce_amax:
+            raise ValueError(
+                "`reduce_amax` of `mpx.DelayedScaling` must be True, because a "
+                "sharded array has one scale; got False. Omit it."
+            )
+        for name in ("margin", "amax_history_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"`{name}` of `mpx.DelayedScaling` must be an integer; got "
+                    f"{value!r}."
+                )
+        if self.amax_history_len < 1:
+            raise ValueError(
+                "`amax_history_len` of `mpx.DelayedScaling` must be at least 1; got "
+                f"{self.amax_history_len!r}."
+            )
+        if not -64 <= self.margin <= 64:
+            raise ValueError(
+                "`margin` of `mpx.DelayedScaling` must be between -64 and 64; got "
+                f"{self.margin!r}."
+            )
+        algorithm = self.amax_compute_algo
+        if algorithm not in ("max", "most_recent") and not callable(algorithm):
+            raise ValueError(
+                "`amax_compute_algo` of `mpx.DelayedScaling` must be 'max', "
+                "'most_recent' or a function from the history to an amax; got "
+                f"{algorithm!r}."
+            )
+        if self.backward_override is not None:
+            raise ValueError(
+                "`backward_override` of `mpx.DelayedScaling` must be None; got "
+                f"{self.backward_override!r}. Use `mpx.Float8CurrentScaling`."
+            )
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
+        return TensorQuantizer(format_of(self.fp8_format, role))
+
+    def _without_state(self) -> AbstractRecipe:
+        return Float8CurrentScaling(self.fp8_format)
+
+    def init(self) -> DelayedScalingState:
+        """Returns the first step's state: amaxes of zero, and a scale of 1 or 0."""
+        history = jnp.zeros(self.amax_history_len, jnp.float32)
+        scale = 0.0 if self.warm_start else 1.0
+        return DelayedScalingState(history, jnp.full((), scale, jnp.float32))
+
+    def update(
+        self, state: DelayedScalingState, amax: Array, role: Role
+    ) -> DelayedScalingState:
+        r"""Returns the state after a step, from the amax measured in it.
+
+        In this order:
+
+        $$h_0 \leftarrow \mathrm{amax}, \qquad a = \max(h) \text{ or } h_0, \qquad
+        s' = \frac{\mathrm{MAX} / a}{2^{\mathrm{margin}}}, \qquad
+        h \leftarrow \mathrm{roll}(h, -1), \qquad h_0 \leftarrow 0$$
+
+        Where $a$ is zero (or subnormal) or non-finite, the scale is unchanged. Scales
+        are between $2^{-126}$ and $2^{126}$. An infinite or NaN amax comes from a step
+        that is skipped, and leaves the state unchanged: in the history it would block
+        the scale until it has left the history.
+
+        Pure, to be jitted with the rest of the step; `jax.vmap` updates stacked states.
+
+        Args:
+            state: The state that the step was computed with.
+            amax: The largest magnitude in the array, a scalar; stored as float32.
+            role: The role of the array, which gives the largest number of its format.
+
+        Returns:
+            The next state.
+
+        Raises:
+            TypeError: `role` is not a role.
+            ValueError: `amax` is not a scalar, or the function of `amax_compute_algo`
+                did not return one.
+        """
+        amax = _one_number(amax, "`amax` of `mpx.DelayedScaling.update`")
+        history = state.amax_history.at[0].set(amax)
+        chosen = self._chosen(history)
+        scale = self._scale(chosen, role, state.scale)
+        history = jnp.roll(history, -1).at[0].set(0.0)
+        is_good = amax < jnp.inf
+        return DelayedScalingState(
+            jnp.where(is_good, history, state.amax_history),
+            jnp.where(is_good, scale, state.scale),
+        )
+
+    def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
+        """The scale from an amax, or something else where that has no meaning."""
+        quantizer = self.quantizer(role)
+        assert isinstance(quantizer, TensorQuantizer)  # no override: see above
+        usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
+        scale = quantizer.format.largest / jnp.where(usable, amax, 1.0)
+        scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
+        return jnp.where(usable, scale, otherwise)
+
+    def _chosen(self, history: Array) -> Array:
+        if self.amax_compute_algo == "max":
+            return largest_magnitude(history)
+        if isinstance(self.amax_compute_algo, str):
+            return history[0]
+        chosen = self.amax_compute_algo(history)
+        return _one_number(chosen, "The result of `amax_compute_algo`")
+
+
+def _one_number(value: Array, name: str) -> Array:
+    value = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+    if value.shape:
+        raise ValueError(
+            f"{name} must be a scalar; got shape {value.shape}. Use `jax.vmap` for "
+            "stacked states, `jnp.max` to combine amaxes."
+        )
+    return value
+
+
+# ----------------------------------------------------------------------------
+# The slots of delayed scaling at one product: three scales in, three amaxes out.
+#
+# Scales are float32[3] in the order of `Role`. The amaxes take the place of their
+# gradient, which they are not: JAX carries cotangents from the backward pass to the
+# caller, and nothing else.
+
+_ROLES = tuple(Role)
+
+
+def check_scales(recipe: AbstractRecipe, scales: object) -> None:
+    """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
+    if not recipe.has_state:
+        if scales is None:
+            return
+        raise TypeError(
+            "`scales` of a matmul are only for `mpx.DelayedScaling`; got "
+            f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Omit them."
+        )
+    shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
+    if shape != (3,) or dtype != jnp.float32:
+        raise TypeError(
+            "`scales` of a matmul must be float32[3] for `mpx.DelayedScaling`: of "
+            f"input, weight and gradient; got {describe(scales)}."
+        )
+
+
+def amax_and_scale(
+    recipe: AbstractRecipe,
+    target: Target,
+    join: Join,
+    role: Role,
+    x: Array,
+    scales: Array | None,
+) -> tuple[Array | None, Array | None]:
+    """The amax of an array and the scale to quantize it with; None without slots.
+
+    Args:
+        recipe: The recipe, one with a state if there are scales.
+        target: The device.
+        join: Joins amaxes over devices.
+        role: Which slot is the array's.
+        x: The array.
+        scales: The slots. Where one is 0, which is how a recipe starts warm, the scale
+            is that of the amax, or 1 if the recipe does not. It is NaN where the amax
+            is not finite.
+    """
+    if scales is None:
+        return None, None
+    amax = refuse_batching(join(amax_of(target, x)), scales)
+    given = scales[_ROLES.index(role)]
+    # Without a warm start nothing may wait for the amax, so that XLA can quantize an
+    # array in the operations that make it.
+    first, stateful = 1.0, cast(RecipeWithState, recipe)
+    if stateful.warm_start:
+        first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
+    return amax, jnp.where(given == 0, first, given)
+
+
+def amax_cotangent(
+    kept: tuple[Array | None, Array | None],
+    amax: Array | None,
+    scales: Array | None,
+    summed_axes: tuple[str, ...],
+) -> Array | None:
+    """What a backward rule returns for the slots.
+
+    Args:
+        kept: The amaxes of input and weight, from the forward pass.
+        amax: That of the gradient.
+        scales: The slots.
+        summed_axes: See `as_cotangent`.
+    """
+    data, weight = kept
+    if scales is None or data is None or weight is None or amax is None:
+        return None
+    return as_cotangent(jnp.stack([data, weight, amax]), scales, summed_axes)

@@ -1,0 +1,361 @@
+"""A try at a step: differentiate, check, unscale; and again where it overflowed.
+
+The check comes before the gradients, also for the compiler. Left free to mix the
+optimizer into the backward pass, XLA keeps activations for longer: 10% more memory for
+a Vision Transformer's step on an H100. So the scale that gradients are divided by
+depends on the check (`_known_after`), and nothing can use a gradient before. Every
+gradient is read for the check, before the optimizer reads it again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from .._base.dtypes import dtype_of_gradient, full_precision_of
+from .._base.jax_compat import manual_axes, stack, varying_axes
+from .._base.tree import Filled, bool_scalar, finite_by_leaf, select_tree
+from .._base.typing import BoolLike, BoolScalar, LossScalar
+from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
+from .._recipe_state import SlotName
+from .._settings import cast_leaf
+from ._accumulate import Accumulation, accumulated
+from ._devices import ON_ITS_OWN, accumulated_on_devices
+from ._engine import Problem, as_weights, scaled_value_and_grad
+
+
+class Outcome(NamedTuple):
+    """What a try gave.
+
+    Attributes:
+        loss: The unscaled loss, float32 at least.
+        aux: What the function returned beside it.
+        grads: The unscaled gradients, one tree for each differentiated argument.
+        flags: Whether the loss, each gradient, and all else that may be looked at
+            later is finite; None if nobody asks.
+        amaxes: The amaxes that the recipes in the function saw, by slot.
+    """
+
+    loss: LossScalar
+    aux: PyTree
+    grads: tuple[PyTree, ...]
+    flags: Bool[Array, " n"] | None
+    amaxes: dict[SlotName, Array]
+
+
+def attempt(
+    problem: Problem,
+    how: Accumulation,
+    scaling: AbstractLossScaling,
+    args: PyTree,
+    kwargs: PyTree,
+) -> Outcome:
+    """Runs a step with a scaling, over micro-batches if there are any."""
+    if how.axes or how.steps > 1:
+        inner = problem
+        if how.axes:
+            inner = dataclasses.replace(problem, wire=ON_ITS_OWN)
+
+        def one(scaling: AbstractLossScaling, part: PyTree, kwargs: PyTree) -> PyTree:
+            found = scaled_value_and_grad(inner, scaling, part, kwargs)
+            grads = scaling.unscale(as_weights(inner, found.grads, args))
+            return found.loss, found.aux, grads, found.amaxes
+
+        if how.axes:
+            found = accumulated_on_devices(how, one, problem, scaling, args, kwargs)
+        else:
+            run = functools.partial(one, scaling)
+            found = accumulated(how, run, problem, args, kwargs)
+        loss, aux, grads, amaxes = found
+        if not scaling._is_stateful:
+            return Outcome(loss, aux, grads, None, amaxes)
+        flags = finite_flags(NoLossScaling(), loss, grads)
+        return Outcome(loss, aux, grads, flags, amaxes)
+    found = scaled_value_and_grad(problem, scaling, args, kwargs)
+    grads = as_weights(problem, found.grads, args)
+    if not scaling._is_stateful:
+        unscaled = _returned(problem, scaling.unscale(grads))
+        return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
+    flags = finite_flags(scaling, found.loss, found.grads)
+    unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
+    return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
+
+
+def _returned(problem: Problem, grads: PyTree) -> PyTree:
+    """Gradients in the dtype that the policy says."""
+    asked = problem.grad_dtype
+    if asked is None:
+        return grads
+    return jax.tree.map(lambda g: g.astype(dtype_of_gradient(g.dtype, asked)), grads)
+
+
+def retried(
+    attempt: Callable[[AbstractLossScaling], Outcome],
+    scaling: AbstractLossScaling,
+    outcome: Outcome,
+    retries: int,
+) -> tuple[AbstractLossScaling, Outcome]:
+    """Tries a step again at smaller scales while it is not finite.
+
+    A loss that is not finite is so at every scale.
+
+    Returns:
+        The scaling of the last try, and its outcome.
+    """
+
+    def is_bad(outcome: Any) -> Array:
+        # The first flag is that of the loss.
+        return ~jnp.all(outcome.flags) & outcome.flags[0]
+
+    def again(scaling: AbstractLossScaling) -> PyTree:
+        lower = scaling._backed_off()
+        return lower, attempt(lower)
+
+    return tried_again(again, is_bad, scaling, outcome, retries)
+
+
+def tried_again(
+    again: Callable[[Any], PyTree],
+    is_bad: Callable[[Any], Array],
+    state: PyTree,
+    result: PyTree,
+    times: int,
+) -> PyTree:
+    """A state and a result, tried again while the result is bad.
+
+    Args:
+        again: `again(state)` gives the next of both.
+        is_bad: Whether a result is.
+        state: That of the first try.
+        result: That of the first try.
+        times: How many more there may be.
+    """
+    # A loop carries arrays only; the rest of aux is the same at every scale.
+    arrays, static = eqx.partition(result, eqx.is_array)
+
+    def goes_on(carry: PyTree) -> Array:
+        _, arrays, tries = carry
+        return is_bad(arrays) & (tries < times)
+
+    def body(carry: PyTree) -> PyTree:
+        state, result = again(carry[0])
+        return state, eqx.filter(result, eqx.is_array), carry[2] + 1
+
+    start = (state, arrays, jnp.zeros((), jnp.int32))
+    state, arrays, _ = jax.lax.while_loop(goes_on, body, start)
+    return state, eqx.combine(arrays, static)
+
+
+def _known_after(
+    flags: Bool[Array, " n"], scaling: AbstractLossScaling
+) -> StaticLossScaling:
+    """The same scale, to unscale with, as a value that depends on the flags.
+
+    The maximum is 1 whatever the flags are, which XLA does not find out. A barrier
+    would do the same and cost memory: 7 % more for the paper's ViT, 12 blocks, compiled
+    for an H100 (jax 0.10.2, November 2026; `python -m benchmarks residuals` has it).
+    """
+    one = jax.lax.max(jnp.all(flags).astype(jnp.float32), np.float32(1))
+    return StaticLossScaling(scaling.loss_scale * one)
+
+
+# --- Whether a try is finite ----------------------------------------------------------
+
+
+def finite_flags(
+    scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree
+) -> Bool[Array, " n"]:
+    r"""Whether the loss, and each gradient once it is divided by the scale, is finite.
+
+    $$|g| \le m \cdot \min(s, 1)$$
+
+    with the largest number $m$ of its dtype: dividing by a scale below 1 can make a
+    finite gradient overflow. Nothing is divided for it, which is one product less for
+    each gradient to trace and to lower.
+
+    Gradients in float16 need only be finite, being below 2^16. For them no step counts
+    as finite at a scale below 2^-111.
+
+    Args:
+        scaling: The loss scaling that gradients are still scaled by.
+        loss: The unscaled loss.
+        grads: The gradients.
+
+    Returns:
+        One flag for the loss, one for each gradient, one for the rest: in this order
+        bad places are named. All devices agree on them.
+    """
+    leaves = jax.tree.leaves(grads)
+    if scaling._is_one:
+        is_finite, *flags = finite_by_leaf((loss, leaves))
+        rest = jnp.asarray(True)
+    else:
+        # Below 1 a little smaller, because 1 / s is rounded.
+        scale = scaling.loss_scale
+        reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
+        limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
+        (is_finite,) = finite_by_leaf(loss)
+        rest = jnp.asarray(True)
+        if any(grad.dtype == np.float16 for grad in leaves):
+            rest = scale >= 2.0**-111
+        flags = [_is_within(grad, limits) for grad in leaves]
+    return _agreed(stack([is_finite, *flags, rest]))
+
+
+def _is_within(grad: Array, limits: Filled) -> BoolScalar:
+    if grad.dtype == np.float16:
+        return finite_by_leaf(grad)[0]
+    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
+        return _is_within(grad.real, limits) & _is_within(grad.imag, limits)
+    wide = cast_leaf(grad, full_precision_of(grad.dtype))
+    flags = jax.lax.le(jax.lax.abs(wide), limits.like(wide))
+    return jax.lax.reduce_and(flags, axes=tuple(range(grad.ndim)))
+
+
+def _agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """The flags, agreed on by all devices."""
+    axes = manual_axes()
+    if axes and varying_axes(jax.lax.axis_index(axes[0])):
+        # `check_vma=True`: where flags do not vary, devices agree, and JAX 0.12 takes
+        # only axes of one kind.
+        axes = tuple(axis for axis in axes if axis in varying_axes(flags))
+    if not axes:
+        return flags
+    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)
+
+
+# ----------------------------------------------------------------------------
+# What a gradient function returns: a tuple in the paper's order, with names.
+
+
+class GradientResult(tuple):
+    """The result of a gradient function; unpacks like the tuple of the paper.
+
+    | function | unpacks to |
+    |---|---|
+    | `filter_grad`, `grad` | `scaling, finite, grads` |
+    | the same with `has_aux=True` | `scaling, finite, grads, aux` |
+    | `filter_value_and_grad`, `value_and_grad` | `value, scaling, finite, grads` |
+    | the same with `has_aux=True` | `(value, aux), scaling, finite, grads` |
+
+    It also contains what `mpx.optimizer_step` needs to check the step again: the
+    previous state, and which leaves were finite. It is a PyTree.
+
+    Attributes:
+        value: The unscaled loss, float32 at least; only from functions that return it.
+        aux: The second result of the loss function; only with `has_aux=True`.
+        scaling: The loss scaling for the next step.
+        finite: Whether loss and gradients are finite, a boolean scalar array.
+        grads: The unscaled gradients, float32 at least; meaningless where `finite` is
+            False.
+    """
+
+    _fields: tuple[str, ...]
+    _parts: dict[str, Any]
+
+    def __new__(cls, **parts: object) -> "GradientResult":
+        has_value, has_aux = "value" in parts, "aux" in parts
+        common = (parts["scaling"], parts["finite"], parts["grads"])
+        if has_value and has_aux:
+            items = ((parts["value"], parts["aux"]), *common)
+        elif has_value:
+            items = (parts["value"], *common)
+        else:
+            items = (*common, parts["aux"]) if has_aux else common
+        self = super().__new__(cls, items)
+        self._parts = parts
+        self._fields = tuple(name for name in parts if not name.startswith("_"))
+        return self
+
+    def __getattr__(self, name: str) -> PyTree:
+        # Only asked for what is not there in the ordinary way.
+        # As it is copied or unpickled there are none yet, and asking for them would ask
+        # again.
+        parts = self.__dict__.get("_parts", {})
+        if name in parts:
+            return parts[name]
+        if name == "value":
+            raise AttributeError(
+                "This result has no `value`; use `mpx.filter_value_and_grad` (or "
+                "`mpx.value_and_grad`) instead of `mpx.filter_grad`."
+            )
+        if name == "aux":
+            raise AttributeError(
+                "This result has no `aux`; build the gradient function with "
+                "`has_aux=True`."
+            )
+        raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
+
+    def _replace(self, **changes: Any) -> "GradientResult":
+        """A copy with other parts, as named tuples have it.
+
+        With `finite=False` the user skips a step that was good: weights and optimizer
+        stay, and the scaling counts a skipped step and learns nothing of it, no
+        overflow and no amax. A step that was bad stays so.
+        """
+        unknown = changes.keys() - self._parts.keys()
+        if unknown:
+            raise ValueError(
+                f"`_replace` needs fields of {', '.join(self._fields)}; got "
+                f"{sorted(unknown)}."
+            )
+        parts = {**self._parts, **changes}
+        if "finite" in changes:
+            wanted = bool_scalar(changes["finite"], "`finite` of `result._replace`")
+            parts["_aside"] = self._parts.get("_aside", False) | (self.finite & ~wanted)
+            parts["finite"] = self.finite & wanted
+            if "scaling" not in changes:
+                parts["scaling"] = _aside(parts["_aside"], self._before, self.scaling)
+        return GradientResult(**parts)
+
+    def _judged(self, finite: BoolLike, flags: object) -> Any:
+        """The scaling after this step, had it come out as `finite`."""
+        before = self._before
+        if before is None:
+            return None
+        if "_counted" in self._parts:
+            # Full precision: steps are counted, the scale is not used and not changed.
+            after = before._counted(finite, flags)
+        else:
+            after = before.adjust(finite, places_finite=flags)
+        return _aside(self._parts.get("_aside", False), before, after)
+
+    @property
+    def _before(self) -> Any:
+        """The scaling from before this step."""
+        return self._parts["_counted" if "_counted" in self._parts else "_scaled"]
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)
+        return f"GradientResult({inner})"
+
+    # A tuple would be made again of its items, which have no names.
+    def __reduce__(self) -> tuple:
+        return _unflatten, (tuple(self._parts), tuple(self._parts.values()))
+
+
+def _aside(is_aside: Any, before: Any, after: Any) -> Any:
+    """The scaling after a step that the user has skipped, where he has."""
+    if is_aside is False or before is None:
+        return after
+    return select_tree(is_aside, before._set_aside(), after)
+
+
+def _flatten_with_keys(
+    result: GradientResult,
+) -> tuple[list[tuple[object, PyTree]], tuple[str, ...]]:
+    parts = result._parts
+    return [(jax.tree_util.GetAttrKey(k), v) for k, v in parts.items()], tuple(parts)
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> GradientResult:
+    return GradientResult(**dict(zip(names, children, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(GradientResult, _flatten_with_keys, _unflatten)

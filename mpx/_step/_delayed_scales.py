@@ -1,0 +1,331 @@
+"""`DelayedScales`: past amaxes and scales of all slots that share a recipe."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float32
+
+from .._base.errors import describe, differences
+from .._loss_scaling import read_version, refuse_other_keys
+from .._quantize import DelayedScalingState, Format, Role
+from .._recipe_state import Request, SlotName
+
+ROLES = tuple(Role)
+
+# Scales are between these, so that they and their inverses are normal numbers.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+class DelayedScales(eqx.Module):
+    """The state of all slots that share a recipe.
+
+    Attributes:
+        amax_history: Past amaxes, as in `mpx.quantization.DelayedScalingState`; rows
+            are slots, columns input, weight and gradient.
+        scale: What to multiply by at the next step.
+        recipe: The recipe, one with a state.
+        slots: The name of each slot, and the lengths of the scans that cut it.
+    """
+
+    amax_history: Float32[Array, "slots 3 length"]
+    scale: Float32[Array, "slots 3"]
+    recipe: Any = eqx.field(static=True)
+    slots: tuple[tuple[SlotName, tuple[int, ...]], ...] = eqx.field(static=True)
+
+    @classmethod
+    def new(cls, recipe: Any, requests: Mapping[SlotName, Request]) -> Self:
+        """The state before the first step."""
+        slots = tuple((name, request.lengths) for name, request in requests.items())
+        rows = sum(math.prod(lengths) for _, lengths in slots)
+        state = recipe.init()
+        return cls(
+            jnp.tile(state.amax_history, (rows, len(ROLES), 1)),
+            jnp.tile(state.scale, (rows, len(ROLES))),
+            recipe,
+            slots,
+        )
+
+    @property
+    def largest(self) -> np.ndarray:
+        """What amaxes of input, weight and gradient are scaled to, float32[3]."""
+        unit = jnp.ones((), jnp.float32)
+        return np.asarray([self.recipe._scale(unit, role, 0.0) for role in ROLES])
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is known that no step has been seen, and that scales are 1."""
+        is_known = not isinstance(self.scale, Tracer)
+        # Of an array on the devices of other processes nobody knows.
+        is_known = is_known and getattr(self.scale, "is_fully_addressable", True)
+        if self.recipe.warm_start or not is_known:
+            return False
+        history, scale = np.asarray(self.amax_history), np.asarray(self.scale)
+        return not history.any() and bool((scale == 1).all())
+
+    def by_slot(self, x: Array) -> dict[SlotName, Array]:
+        """The rows of an array by slot, stacked as its scans want them."""
+        found, start = {}, 0
+        for name, lengths in self.slots:
+            rows = math.prod(lengths)
+            found[name] = x[start : start + rows].reshape(*lengths, *x.shape[1:])
+            start += rows
+        return found
+
+    def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
+        """The inverse of `by_slot`."""
+        parts = [by_slot[name] for name, _ in self.slots]
+        depths = [len(lengths) for _, lengths in self.slots]
+        return jnp.concatenate(
+            [x.reshape(-1, *x.shape[d:]) for x, d in zip(parts, depths, strict=True)]
+        )
+
+    def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
+        """The state after a step with these amaxes."""
+
+        def update(
+            role: Role, history: Array, scale: Array, amax: Array
+        ) -> tuple[Array, Array]:
+            state = DelayedScalingState(history, scale)
+            new = self.recipe.update(state, amax, role)
+            return new.amax_history, new.scale
+
+        columns = [
+            jax.vmap(functools.partial(update, role))(
+                self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
+            )
+            for i, role in enumerate(ROLES)
+        ]
+        histories, scales = (jnp.stack(x, axis=1) for x in zip(*columns, strict=True))
+        is_unknown = ~histories.any(axis=-1) & (amaxes == 0)
+        if histories.shape[-1] < 2:  # which is empty after each step
+            is_unknown &= scales == self.recipe.init().scale
+        if not self.recipe.warm_start:
+            others = self._scales_of_others(amaxes, scales)
+            scales = jnp.where(is_unknown, others, scales)
+        return dataclasses.replace(self, amax_history=histories, scale=scales)
+
+    def _scales_of_others(
+        self, amaxes: Float32[Array, "slots 3"], otherwise: Float32[Array, "slots 3"]
+    ) -> Float32[Array, "slots 3"]:
+        """Scales for arrays that were zero in all steps: from the largest of a role.
+
+        A gradient that vanishes in one product leaves none, and no amax, to the product
+        before. If the scale stayed as it is, one more layer would have its gradient
+        with each step. A quarter of the format's range (2^8 in E5M2) is left above the
+        largest amax, three quarters below.
+        """
+        columns = []
+        for i, role in enumerate(ROLES):
+            format = self.recipe.quantizer(role).format
+            room = (format.largest / format.smallest) ** 0.25
+            largest = jnp.max(jnp.where(amaxes < jnp.inf, amaxes, 0)[:, i], initial=0)
+            columns.append(self.recipe._scale(largest * room, role, otherwise[:, i]))
+        return jnp.stack(columns, axis=1)
+
+    def validate(self, owner: str) -> None:
+        """Raises `ValueError` for values that no run can reach; reads them."""
+        histories = self.by_slot(self.amax_history)
+        for name, scale in self.by_slot(self.scale).items():
+            refuse_unreachable(str(name), scale, histories[name], owner)
+            if not self.recipe.warm_start and np.any(np.asarray(scale) == 0):
+                raise ValueError(
+                    f"{owner}: a scale of the slot {str(name)!r} is 0, which is only "
+                    "valid before the first step of a recipe with `warm_start=True`."
+                )
+            self._refuse_overflow(str(name), np.asarray(scale), histories[name], owner)
+
+    def _refuse_overflow(
+        self, name: str, scale: np.ndarray, history: Array, owner: str
+    ) -> None:
+        """Raises for a scale with which the newest amax would not fit."""
+        # An update leaves it last, and no algorithm of a name takes a smaller one.
+        if callable(self.recipe.amax_compute_algo) or history.shape[-1] < 2:
+            return
+        newest = history[..., -1]
+        most = [
+            self.recipe._scale(newest[..., i], role, np.inf)
+            for i, role in enumerate(ROLES)
+        ]
+        most = np.stack([np.asarray(x) for x in most], axis=-1)
+        if np.any(scale > most * (1 + 1e-6)):
+            raise ValueError(
+                f"{owner}: with the scales of the slot {name!r}, {scale.tolist()}, "
+                f"its newest amaxes, {np.asarray(newest).tolist()}, would overflow "
+                f"the format: they allow scales of at most {most.tolist()}."
+            )
+
+
+def refuse_unreachable(name: str, scale: object, history: object, call: str) -> None:
+    """Raises `ValueError` for scales and amaxes of a slot that no run can reach."""
+    scale, history = np.asarray(scale), np.asarray(history)
+    if {scale.dtype, history.dtype} != {np.dtype(np.float32)}:
+        raise ValueError(
+            f"{call} needs scales and amaxes in float32; got {scale.dtype} and "
+            f"{history.dtype} for the slot {name!r}."
+        )
+    is_new = (scale == 0) & np.all(history == 0, axis=-1)  # a warm start
+    if not np.all(is_new | ((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))):
+        raise ValueError(
+            f"{call} needs scales between 2^-126 and 2^126 (or 0 before the first step "
+            f"of a warm start); got {scale.tolist()} for the slot {name!r}."
+        )
+    if not np.all((history >= 0) & (history < np.inf)):
+        raise ValueError(
+            f"{call} needs amaxes that are finite and at least 0; got "
+            f"{history.tolist()} for the slot {name!r}."
+        )
+
+
+# ----------------------------------------------------------------------------
+# The state of recipes as a dictionary: what it holds, and how another run reads it.
+
+KIND = "RecipeScaling"
+VERSION = 2
+_FIELDS = ("amax_history", "scale", "largest")
+
+
+class Saved(NamedTuple):
+    """What was saved, checked for itself.
+
+    Attributes:
+        loss: The state of the loss scaling.
+        slots: Amax history, scale and largest number of each slot, by its name.
+    """
+
+    loss: Mapping[str, Any]
+    slots: dict[str, dict[str, np.ndarray]]
+
+
+def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
+    """The state of a loss scaling and of slots as a dictionary of numpy arrays."""
+    slots = {
+        str(name): {
+            "amax_history": np.asarray(history),
+            "scale": np.asarray(scale),
+            "largest": state.largest,
+        }
+        for state in scales
+        for (name, history), scale in zip(
+            state.by_slot(state.amax_history).items(),
+            state.by_slot(state.scale).values(),
+            strict=True,
+        )
+    }
+    state = {"kind": KIND, "version": VERSION, "loss": loss.state_dict()}
+    return state | {"slots": slots}
+
+
+def read(state: object, call: str) -> Saved:
+    """Checks a dictionary that `write` made, or an older version of it."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{call} needs a `RecipeScaling` or its `state_dict()`; got "
+            f"{describe(state)}."
+        )
+    if state.get("kind") != KIND:
+        raise ValueError(
+            f"{call} needs the state of a `RecipeScaling`; got that of "
+            f"{state.get('kind')!r}."
+        )
+    version = read_version(state.get("version"), 1, VERSION, call)
+    fields = "kind", "version", "loss", "slots"
+    refuse_other_keys(state, fields, call, "the fields that were written")
+    for key in ("loss", "slots"):
+        if not isinstance(state[key], Mapping):
+            raise ValueError(
+                f"{call} needs a dictionary as {key!r}; got {describe(state[key])}."
+            )
+    slots = {
+        name: _slot(name, slot, version, call) for name, slot in state["slots"].items()
+    }
+    return Saved(state["loss"], slots)
+
+
+def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
+    """Raises unless a state has the slots of this program."""
+    if found := differences(dict.fromkeys(wanted), dict.fromkeys(given)):
+        raise ValueError(
+            f"{call} needs exactly the slots of this program; {found}. If the model "
+            "has changed, load only the others: `with_state(state, strict=False)`."
+        )
+
+
+def with_slots(
+    state: DelayedScales, slots: Mapping[str, Mapping[str, np.ndarray]], call: str
+) -> DelayedScales:
+    """The state with what was saved, converted to its recipe."""
+    room = state.recipe.amax_history_len
+    first = float(state.recipe.init().scale)
+    histories, scales = {}, {}
+    for name, lengths in state.slots:
+        saved, shape = slots[str(name)], (*lengths, len(ROLES))
+        history, scale = saved["amax_history"], saved["scale"]
+        if scale.shape != shape:
+            raise ValueError(
+                f"{call}: the slot {str(name)!r} is of {shape}; got scales of "
+                f"{scale.shape} and histories of {history.shape}."
+            )
+        # All formats' largest numbers differ by powers of two. A scale that no amax
+        # has made yet is the recipe's first one.
+        is_made = np.any(history > 0, axis=-1) | ((scale != 0) & (scale != 1))
+        ratio = state.largest.astype(np.float64) / saved["largest"]
+        made = np.clip(scale * ratio, SMALLEST_SCALE, LARGEST_SCALE)
+        histories[name] = _resized(jnp.asarray(history, jnp.float32), room)
+        scales[name] = jnp.asarray(np.where(is_made, made, first), jnp.float32)
+    return replace(
+        state,
+        amax_history=state.from_slots(histories),
+        scale=state.from_slots(scales),
+    )
+
+
+def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndarray]:
+    """The arrays of a slot, if a run can have reached them."""
+    if not isinstance(slot, Mapping):
+        raise ValueError(
+            f"{call} needs a dictionary for the slot {name!r}; got {describe(slot)}."
+        )
+    refuse_other_keys(slot, _FIELDS, call, f"the fields of the slot {name!r}")
+    found = {field: np.asarray(slot[field]) for field in _FIELDS}
+    for field, array in found.items():
+        if array.dtype != np.float32:
+            raise ValueError(
+                f"{call} needs float32 for {field!r} of the slot {name!r}; got "
+                f"{describe(array)}. Save the dictionary unchanged, with its dtypes."
+            )
+    history, scale, largest = found.values()
+    ends_in_roles = scale.shape[-1:] == largest.shape == (len(ROLES),)
+    if not ends_in_roles or history.shape[:-1] != scale.shape or not history.shape[-1]:
+        raise ValueError(
+            f"{call} needs arrays of one slot; got histories of {history.shape}, "
+            f"scales of {scale.shape} and largest numbers of {largest.shape} for the "
+            f"slot {name!r}."
+        )
+    if version == 1:  # which kept what a product in the range of its format hid
+        found["amax_history"] = history = np.where(history == np.inf, 0, history)
+    refuse_unreachable(name, scale, history, call)
+    digits, exponent = np.frexp(largest / np.float32(Format.E4M3.largest))
+    if not np.all((largest > 0) & (digits == 0.5) & (np.abs(exponent) <= 80)):
+        raise ValueError(
+            f"{call} needs the largest numbers of formats, divided by powers of two "
+            f"(a margin), as 'largest'; got {largest.tolist()} for the slot {name!r}."
+        )
+    return found
+
+
+def _resized(history: Array, room: int) -> Array:
+    """A history with room for more amaxes, or fewer; the newest one stands last."""
+    now, past = history[..., :1], history[..., 1:]
+    past = past[..., max(0, past.shape[-1] - (room - 1)) :]
+    missing = room - 1 - past.shape[-1]
+    widths = [(0, 0)] * (past.ndim - 1) + [(missing, 0)]
+    return jnp.concatenate([now, jnp.pad(past, widths)], axis=-1)

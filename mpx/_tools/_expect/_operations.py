@@ -1,0 +1,405 @@
+"""The operations of a program that contracts speak of: products, collectives, calls."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..._base.errors import describe
+from ..._settings import is_within
+from .._counter import ArrayType, Instruction, Module, parse
+
+_PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
+# JAX's own call for products with block scales, before the compiler has chosen one.
+_SCALED_PRODUCT = "__op$block_scaled_dot"
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Calls of a library that are matrix products, convolutions or attention.
+_PRODUCT_CALL = re.compile(
+    r"__cublas\$(gemm|lt\$)|__cudnn\$(conv|blockScaledDot|fmha)|__onednn\$(matmul|convolution)"
+    r"|__op\$block_scaled_dot|__triton.*gemm"
+)
+_HOST = re.compile(r"callback", re.IGNORECASE)
+_TRANSFERS = ("send", "recv", "infeed", "outfeed")
+
+
+# What JAX itself writes into the path of an operation, beside the names of scopes.
+_LOOP = re.compile(r"\bwhile/(body|cond)(?=/|$)|\bbranch_\d+_fun\b")
+_STRUCTURE = frozenset(
+    "jit pjit jvp transpose vmap closed_call cond checkpoint rematted_computation "
+    "shard_map custom_jvp_call custom_vjp_call".split()
+)
+
+
+def _scopes(op_name: str) -> list[str]:
+    """The named scopes of a path, and the names of jitted functions.
+
+    >>> _scopes("jit(step)/transpose(jvp(decoder))/while/body/closed_call/layer/dot")
+    ['step', 'decoder', 'layer']
+    """
+    parts = re.split(r"[/()]+", _LOOP.sub("", op_name.rpartition("/")[0]))
+    return [part for part in parts if part and part not in _STRUCTURE]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of the program, as an error shows it.
+
+    Attributes:
+        kind: What it is: `dot`, `all-gather`, the target of a call.
+        operands: Dtypes and shapes of what it takes, where known.
+        results: Dtypes and shapes of what it gives.
+        op_name: The path of transforms and scopes.
+        source: `file:line`, or the empty text.
+        times: How often it runs.
+        flops: Floating point operations of all its runs; 0 where they are not counted.
+    """
+
+    kind: str
+    operands: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    op_name: str
+    source: str
+    times: int = 1
+    flops: int = 0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of its operands, or of its results where those are not known."""
+        return tuple(array.dtype for array in self.operands or self.results)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its operands, or of its results where those are not known."""
+        return sum(array.bits for array in self.operands or self.results) // 8
+
+    def is_within(self, scope: str) -> bool:
+        """Whether a named scope, or a path of them joined by `/`, encloses it.
+
+        As in `mpx.Rule`: the path may begin at any scope, and `*` matches any text.
+        """
+        return is_within(_scopes(self.op_name), scope)
+
+    def __str__(self) -> str:
+        given = " x ".join(map(str, self.operands)) + " -> " * bool(self.operands)
+        results = ", ".join(map(str, self.results))
+        parts = [
+            f"{self.kind}: {given}{results}",
+            f"{self.times} times" * (self.times > 1),
+            f"{self.flops:,} FLOPs" * bool(self.flops),
+            f"in `{self.op_name}`" * bool(self.op_name),
+            f"at {self.source}" * bool(self.source),
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def products(module: Module) -> list[Operation]:
+    """The matrix products and convolutions of a lowered program, by its loops' trips.
+
+    Products of integers and booleans are left out.
+    """
+    found = []
+    for instruction, names, times, prefix in _run(module, module.entry, 1, ""):
+        is_scaled = instruction.target == _SCALED_PRODUCT
+        if instruction.opcode not in _PRODUCTS and not is_scaled:
+            continue
+        operands = tuple(names[name].results[0] for name in instruction.operands[:2])
+        if not all("float" in x.dtype or "complex" in x.dtype for x in operands):
+            continue
+        depth = _depth(instruction, operands)
+        size = math.prod(instruction.results[0].shape)
+        kind = "scaled dot" if is_scaled else instruction.opcode
+        found.append(
+            Operation(
+                kind,
+                operands,
+                instruction.results,
+                _full_name(instruction, prefix),
+                module.source(instruction),
+                times,
+                2 * size * depth * times,
+            )
+        )
+    return found
+
+
+def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
+    """How many numbers are added up for each element of a product."""
+    left, right = (operand.shape for operand in operands)
+    if instruction.opcode == "convolution":
+        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.line)
+        output = labels[1].index("o") if labels else len(right) - 1
+        return math.prod(right) // max(right[output], 1)
+    if instruction.opcode == "custom-call":
+        return left[-1]
+    contracted = instruction.attribute("lhs_contracting_dims")
+    return math.prod(left[int(i)] for i in contracted.split(",") if i)
+
+
+# What instructions run, by the names of the attributes.
+_BODIES = {
+    "while": ("body",),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
+
+
+def _run(
+    module: Module, name: str, times: int, prefix: str
+) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
+    """What a lowered computation runs, with the names in reach and how often."""
+    body = module.computations[name]
+    names = {instruction.name: instruction for instruction in body}
+    for instruction in body:
+        yield instruction, names, times, prefix
+        runs = _trips(module, instruction) if instruction.opcode == "while" else 1
+        inner = _full_name(instruction, prefix)
+        for key in _BODIES.get(instruction.opcode, ()):
+            for called in instruction.called(key):
+                yield from _run(module, called, times * runs, inner)
+
+
+def _trips(module: Module, loop: Instruction) -> int:
+    """How often a loop runs: its condition compares a counter with a constant."""
+    if loop.trips is not None:
+        return loop.trips
+    for condition in loop.called("condition"):
+        body = module.computations[condition]
+        root = next((x for x in body if x.line.lstrip().startswith("ROOT")), None)
+        if root is None or root.opcode != "compare" or "direction=LT" not in root.line:
+            continue
+        names = {instruction.name: instruction for instruction in body}
+        bound = names.get(root.operands[-1])
+        constant = re.search(r" constant\((\d+)\)", bound.line if bound else "")
+        if constant is not None:
+            return int(constant[1])
+    return 1
+
+
+def _full_name(instruction: Instruction, prefix: str) -> str:
+    """The operation's path; inside of a called computation it is written relative."""
+    name = instruction.op_name
+    outermost = prefix.partition("/")[0]
+    if not prefix or name == outermost or name.startswith(f"{outermost}/"):
+        return name
+    return f"{prefix}/{name}" if name else prefix
+
+
+def collectives(module: Module) -> list[Operation]:
+    """The collectives of an optimized program that move more than scalars."""
+    found = []
+    for home, instruction, names in _everything(module):
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
+            kind = "reduce-scatter"
+        arrays = _operands(instruction, names) or instruction.results
+        arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
+        if arrays:
+            found.append(_plain(module, home, instruction, kind, arrays))
+    return found
+
+
+def custom_calls(module: Module) -> list[Operation]:
+    """The calls of libraries and kernels in an optimized program."""
+    return _of_kinds(module, lambda x: x.target * (x.opcode == "custom-call"))
+
+
+def compiled_products(module: Module) -> list[Operation]:
+    """What an optimized program computes products with: calls, or instructions."""
+
+    def kind(instruction: Instruction) -> str:
+        is_call = _PRODUCT_CALL.match(instruction.target) is not None
+        is_product = is_call or instruction.opcode in _PRODUCTS
+        return (instruction.target or instruction.opcode) * is_product
+
+    found = _of_kinds(module, kind)
+    return [dataclasses.replace(x, operands=x.operands[:2]) for x in found]
+
+
+def host_transfers(module: Module) -> list[Operation]:
+    """Where an optimized program waits for, or talks to, the host's Python."""
+
+    def kind(instruction: Instruction) -> str:
+        is_transfer = instruction.opcode in _TRANSFERS and (
+            instruction.opcode.endswith("feed")
+            or "is_host_transfer=true" in instruction.line
+        )
+        if is_transfer or _HOST.search(instruction.target):
+            return instruction.target or instruction.opcode
+        return ""
+
+    return _of_kinds(module, kind)
+
+
+def _of_kinds(module: Module, kind: Callable[[Instruction], str]) -> list[Operation]:
+    """The operations of an optimized program that have a kind, not the empty text."""
+    return [
+        _plain(module, home, instruction, name, _operands(instruction, names))
+        for home, instruction, names in _everything(module)
+        if (name := kind(instruction))
+    ]
+
+
+def largest_results(module: Module, count: int) -> list[Operation]:
+    """The largest arrays that the instructions outside of fusions make."""
+    inside = set(module.fusions)
+    for _, instruction, _ in _everything(module):
+        if instruction.opcode in ("reduce", "sort", "scatter", "all-reduce"):
+            inside.update(instruction.called("to_apply"))
+    free = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call")
+    found = [
+        _plain(module, name, instruction, instruction.opcode, ())
+        for name, body in module.computations.items()
+        if name not in inside
+        for instruction in body
+        if instruction.opcode not in free
+    ]
+    found.sort(key=lambda x: sum(array.bits for array in x.results), reverse=True)
+    return found[:count]
+
+
+def _everything(
+    module: Module,
+) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
+    """Every instruction, with its computation and the names in its reach."""
+    for home, body in module.computations.items():
+        names = {instruction.name: instruction for instruction in body}
+        for instruction in body:
+            yield home, instruction, names
+
+
+def _operands(
+    instruction: Instruction, names: dict[str, Instruction]
+) -> tuple[ArrayType, ...]:
+    given = (names[name].results for name in instruction.operands if name in names)
+    return tuple(array for results in given for array in results)
+
+
+def _plain(
+    module: Module,
+    home: str,
+    instruction: Instruction,
+    kind: str,
+    operands: tuple[ArrayType, ...],
+) -> Operation:
+    """An operation of the compiled program; in a fusion it may have lost its name."""
+    named = instruction
+    if not instruction.op_name:
+        named = module.fusions.get(home, instruction)
+    return Operation(
+        kind, operands, instruction.results, named.op_name, module.source(named)
+    )
+
+
+# ----------------------------------------------------------------------------
+# A program in the states that contracts read: as lowered, and as compiled.
+
+
+class Program:
+    """A jitted function with its arguments, a lowered or a compiled program.
+
+    Each state is made, and its text is read, when a claim needs it.
+
+    Args:
+        lowered: The lowered program, or None.
+        compiled: The compiled program; None to compile the lowered one.
+    """
+
+    def __init__(self, lowered: Any, compiled: Any = None) -> None:
+        self._lowered = lowered
+        self._given = compiled
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The executable."""
+        return self._lowered.compile() if self._given is None else self._given
+
+    @functools.cached_property
+    def compiled_module(self) -> Module:
+        """The optimized program."""
+        return parse(self.compiled.as_text())
+
+    @functools.cached_property
+    def lowered_module(self) -> Module:
+        """The program as JAX handed it to the compiler."""
+        if self._lowered is None:
+            raise ValueError(
+                "`products` of `mpx.expect` reads the program before it is "
+                "compiled, because compilers change dtypes of matmuls (the CPU's "
+                "computes half precision in float32); got a compiled one. Pass the "
+                "jitted function with its arguments, or `jitted.lower(...)`."
+            )
+        return parse(self._lowered.as_text(dialect="hlo", debug_info=True))
+
+    @property
+    def arguments(self) -> Any:
+        """What JAX says of each argument: dtype, shape, and whether it is donated."""
+        return (self._given if self._lowered is None else self._lowered).args_info
+
+    @functools.cached_property
+    def bytes_of(self) -> dict[str, int]:
+        """Bytes by the claim that limits them."""
+        sizes = self.compiled.memory_analysis()
+        if sizes is None:
+            raise ValueError(
+                "`mpx.expect` needs the memory analysis of the executable to check "
+                "bytes; this backend has none. Omit claims about memory here."
+            )
+        arguments, temporaries = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+        results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return {
+            "temporaries_at_most": temporaries,
+            "arguments_at_most": arguments,
+            "memory_at_most": arguments + results + temporaries,
+        }
+
+
+def as_program(program: Any, args: tuple[PyTree, ...]) -> Program:
+    """Reads the first arguments of `mpx.expect`.
+
+    Raises:
+        TypeError: It is nothing that was, or can be, lowered; or there are arguments
+            for a program that was lowered with its own.
+    """
+    stage = _stage(program)
+    if stage is None and hasattr(program, "lower"):
+        stage = _stage(program.lower(*args))
+    elif args:
+        raise TypeError(
+            "`mpx.expect(program, *args)` takes arguments only for a jitted function; "
+            f"got {len(args)} for {describe(program)}."
+            + (" Jit the function first: `jax.jit(function)`." if stage is None else "")
+        )
+    if isinstance(stage, jax.stages.Lowered):
+        return Program(stage)
+    if isinstance(stage, jax.stages.Compiled):
+        return Program(None, stage)
+    raise TypeError(
+        "`mpx.expect(program, *args)` needs a jitted function with its arguments, "
+        "or the result of `jitted.lower(...)` or its `.compile()`; got "
+        f"{describe(program)}. Jit the function first: `jax.jit(function)`."
+    )
+
+
+def _stage(program: Any) -> Any:
+    """JAX's own stage; Equinox and Flax wrap it."""
+    while not isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
+        inner = getattr(program, "lowered", None) or getattr(program, "compiled", None)
+        if inner is None:
+            return None
+        program = inner
+    return program

@@ -1,0 +1,431 @@
+"""`Forecast`: what a forecast holds, with the ways to show it and to keep it."""
+
+import dataclasses
+import html
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..._settings import Rules
+from .._counter import Roof
+from .._inspect import bytes_text, flops_text, share_text
+from .._report_files import document, framed, save_as
+from ._forecast_report import (
+    Constant,
+    Content,
+    Estimate,
+    KernelGroup,
+    Matmul,
+    where_it_pays,
+)
+
+# ----------------------------------------------------------------------------
+# A forecast as sentences and small tables, for the terminal and the page alike.
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under heads; the first column is text, and so are the last so many."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    texts: int = 0
+
+
+def baseline_of(report: Content, target: str) -> Estimate:
+    """What a target's other precisions are compared with: bfloat16, else the first."""
+    found = [one for one in report.estimates if one.target == target]
+    return next((one for one in found if one.precision == "bfloat16"), found[0])
+
+
+def ratio_of_times(one: Estimate, base: Estimate) -> tuple[float, float, float]:
+    """Of the middle of both ranges; and the least and the most of both ends."""
+    ends = [a / b for a, b in zip(one.time, base.time, strict=True)]
+    return sum(one.time) / sum(base.time), min(ends), max(ends)
+
+
+def sentences(report: Content) -> list[str]:
+    """What a person wants to know, for each precision on each target."""
+    found = []
+    for one in report.estimates:
+        base, limit = baseline_of(report, one.target), report.roofs[one.target].memory
+        title = report.titles[one.target]
+        where = f"On {'an' if title.startswith('N') else 'a'} {title} {one.precision}"
+        if one.memory is None or one.memory > limit:
+            needs = (
+                "more than" if one.memory is None else f"{bytes_text(one.memory)} of"
+            )
+            found.append(f"{where} does not fit: it needs {needs} {bytes_text(limit)}.")
+        elif one is not base and base.memory is not None:
+            middle, least, most = ratio_of_times(one, base)
+            text = (
+                f"{where} takes {middle:.2f} ({least:.2f} to {most:.2f}) of "
+                f"{base.precision}'s time in this step and "
+                f"{one.memory / base.memory:.2f} of its memory."
+            )
+            if kinds := " and ".join(map(_in_words, list(one.bound)[:2])):
+                text += f" Most of the time goes to {kinds}."
+            few = _UNITS["FLOPs, 8 bits and fewer"]
+            if one.quantizing and not any(map(one.flops.get, few)):
+                text += " No matmul is in 8 bits: the device has no hardware for it."
+            if middle >= 1:
+                text += " It does not pay."
+            elif one.pays_from and one.pays_from > 1:
+                text += f" It would not pay below batch {one.pays_from}."
+            found.append(text)
+    return found
+
+
+def _in_words(kind: str) -> str:
+    """A kind of kernels as it reads in a sentence: `8-bit matmuls`."""
+    what, _, bits = kind.partition(" bits")[0].partition(", ")
+    return f"{bits}-bit {what}s" if bits else f"{what} kernels"
+
+
+_UNITS = {
+    "FLOPs, 8 bits and fewer": ("4 bits", "8 bits"),
+    "16 bits": ("16 bits", "attention"),
+    "32 bits": ("32 bits",),
+}
+
+
+def _flops(units: tuple[str, ...]) -> Callable[[Estimate], str]:
+    def cell(one: Estimate) -> str:
+        count = sum(one.flops.get(unit, 0) for unit in units)
+        return flops_text(count) if count else ""
+
+    return cell
+
+
+_COUNTED: dict[str, Callable[[Estimate], str]] = {
+    "memory": lambda e: "too much" if e.memory is None else bytes_text(e.memory),
+    "largest batch": lambda e: "" if e.largest_batch is None else str(e.largest_batch),
+    "traffic": lambda e: bytes_text(e.traffic),
+    "quantizing": lambda e: bytes_text(e.quantizing) if e.quantizing else "",
+    "sent": lambda e: ", ".join(f"{bytes_text(n)} {k}" for k, n in e.sent.items()),
+    **{head: _flops(units) for head, units in _UNITS.items()},
+    "kernels": lambda e: f"{e.kernels:,}",
+}
+_MODELLED: dict[str, Callable[[Estimate], str]] = {
+    "roofline": lambda e: time_text(e.roofline),
+    "best": lambda e: time_text(e.time[0]),
+    "worst": lambda e: time_text(e.time[1]),
+    "waits for memory": lambda e: share_text(e.by_memory),
+}
+
+
+def tables(report: Content) -> Iterator[Table]:
+    """All that the report has."""
+
+    def to_baseline(one: Estimate) -> str:
+        base = baseline_of(report, one.target)
+        if one.memory is None or base.memory is None:
+            return ""  # no program, no time
+        return f"{ratio_of_times(one, base)[0]:.2f}"
+
+    modelled = {"to baseline": to_baseline, **_MODELLED}
+    parts = list(dict.fromkeys(k for e in report.estimates for k in e.memory_by_part))
+    memory = {part: _part(part) for part in parts}
+    kinds = list(dict.fromkeys(k for e in report.estimates for k in e.bound))
+    shares = {kind: _share(kind) for kind in kinds}
+    yield _of_estimates("Counted", report, _COUNTED)
+    yield _of_estimates("Modelled: time", report, modelled)
+    yield _of_estimates("Counted: peak memory", report, memory)
+    yield _of_estimates("Modelled: shares of the time", report, shares)
+    heads = ("", "bytes", "FLOPs", "runs", "roofline", "line", "scope")
+    for one in report.estimates:
+        rows = [
+            (
+                *(group.kind, bytes_text(group.bytes)),
+                flops_text(group.flops) if group.flops else "",
+                *(str(group.times), time_text(group.seconds)),
+                *(group.source, group.scope),
+            )
+            for group in one.top
+        ]
+        if rows:
+            yield Table(f"Most memory traffic: {label_of(one)}", heads, rows, 2)
+    rows = [(f"{c.target}, {c.name}", c.value, c.source) for c in report.constants]
+    yield Table("Constants of the model", ("", "value", "source"), rows, 2)
+
+
+def _part(part: str) -> Callable[[Estimate], str]:
+    return lambda e: bytes_text(e.memory_by_part.get(part, 0))
+
+
+def _share(kind: str) -> Callable[[Estimate], str]:
+    return lambda e: share_text(e.bound[kind]) if kind in e.bound else ""
+
+
+def _of_estimates(
+    title: str, report: Content, columns: dict[str, Callable[[Estimate], str]]
+) -> Table:
+    """A row for each estimate; columns with nothing in them are left out."""
+    rows = [(label_of(e), *(f(e) for f in columns.values())) for e in report.estimates]
+    used = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    heads = ("", *columns)
+    picked = [tuple(row[i] for i in used) for row in rows]
+    return Table(title, tuple(heads[i] for i in used), picked)
+
+
+def label_of(one: Estimate) -> str:
+    return f"{one.target}, {one.precision}"
+
+
+def time_text(seconds: float) -> str:
+    """`12.3 ms`."""
+    if not math.isfinite(seconds):
+        return "?"
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
+    return (
+        f"{seconds / size:.3g} {unit}" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    )
+
+
+def constant_text(roof: Roof, name: str) -> str:
+    """A constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
+    value = getattr(roof, name)
+    if name == "peaks":
+        return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
+    if isinstance(value, tuple):
+        return " to ".join(time_text(x) if name == "start" else f"{x:g}" for x in value)
+    return f"{_large(value)}B{'' if name == 'memory' else '/s'}"
+
+
+def _large(value: float) -> str:
+    prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    return f"{value / size:.4g} {prefix}"
+
+
+def versions_text(report: Content) -> str:
+    """What the counted numbers depend on."""
+    versions = ", ".join(" ".join(pair) for pair in report.versions.items())
+    return f"Compiled, not run: {versions}."
+
+
+def text(report: Content) -> str:
+    """The whole report."""
+    lines = [f"{report.name}: forecast", *sentences(report)]
+    for table in tables(report):
+        lines += ["", table.title, *_aligned(table)]
+    return "\n".join([*lines, "", *report.notes, versions_text(report)])
+
+
+def _aligned(table: Table) -> list[str]:
+    """Text at the left of its column, numbers at the right."""
+    rows = [table.heads, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - table.texts
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = [
+            cell.rjust(size) if 0 < i < last else cell.ljust(size)
+            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return [line(row) for row in rows]
+
+
+# ----------------------------------------------------------------------------
+# The picture of a forecast: memory by part, and the range of the time, as SVG.
+#
+# Words stand above their bars, so that a narrow screen shows both.
+
+_WIDTH, _ROW, _LETTER = 500, 44, 8
+# Of parts, in their order: the colours of the pages of reports.
+_TONES = ("#3b6fd4", "#8a4fc4", "#8a929c", "#0d8a6f", "#b8860b", "#b4560f", "#d1453b")
+_STYLE = """<style>text{font:14px system-ui,sans-serif;fill:currentColor}
+.head{font-weight:600}svg{color:#8a929c}</style>"""
+
+
+def picture(report: Content) -> str:
+    """Two bars for each estimate, over those of the same unit."""
+    fits = [one for one in report.estimates if one.memory_by_part]
+    parts = list(dict.fromkeys(part for one in fits for part in one.memory_by_part))
+    tones = dict(zip(parts, _TONES, strict=False))
+    most = max((one.memory or 0 for one in fits), default=0) or 1
+    longest = max((one.time[1] for one in fits), default=0.0) or 1.0
+    rows, y = [_text(0, 14, "Peak memory (counted)", "head")], 24
+    for one in fits:
+        rows.append(_text(0, y + 14, f"{label_of(one)}: {bytes_text(one.memory or 0)}"))
+        x = 0.0
+        for part, size in one.memory_by_part.items():
+            width = size / most * _WIDTH
+            says = f"{part}: {bytes_text(size)}"
+            rows.append(_bar(x, y + 20, width, tones[part], says))
+            x += width
+        y += _ROW
+    legend, y = _legend(tones, y + 4)
+    title = "Time, best to worst case; red: roofline (modelled)"
+    rows += [*legend, _text(0, y + 32, title, "head")]
+    y += 42
+    for one in fits:
+        best, worst, roof = (
+            value / longest * _WIDTH for value in (*one.time, one.roofline)
+        )
+        words = f"{label_of(one)}: {' to '.join(map(time_text, one.time))}"
+        rows += [
+            _text(0, y + 14, words),
+            _bar(best, y + 20, max(worst - best, 1), _TONES[3], "best to worst case"),
+            _bar(roof, y + 20, 2, _TONES[6], "roofline"),
+        ]
+        y += _ROW
+    head = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
+    head += f' width="{_WIDTH + 2}" viewBox="0 0 {_WIDTH + 2} {y + 6}"'
+    head += ' aria-label="Memory and time of the step">'
+    return "\n".join([head, _STYLE, *rows, "</svg>"])
+
+
+def _legend(tones: Mapping[str, str], y: int) -> tuple[list[str], int]:
+    """The colours of parts, on as many lines as they need; and where it ends."""
+    rows, x = [], 0
+    for part, tone in tones.items():
+        width = 32 + _LETTER * len(part)
+        if x and x + width > _WIDTH:
+            x, y = 0, y + 22
+        rows += [_bar(x, y, 10, tone, part), _text(x + 15, y + 14, part)]
+        x += width
+    return rows, y + 18
+
+
+def _bar(x: float, y: float, width: float, tone: str, says: str) -> str:
+    place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" fill="{tone}"'
+    return f"<rect {place}><title>{html.escape(says)}</title></rect>"
+
+
+def _text(x: float, y: float, words: str, name: str = "") -> str:
+    return f'<text x="{x:.0f}" y="{y}" class="{name}">{html.escape(words)}</text>'
+
+
+# ----------------------------------------------------------------------------
+
+_FORMAT, _VERSION = "mpx forecast", 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Forecast(Content):
+    """The result of `mpx.forecast`: an estimate for each target and precision.
+
+    It prints as sentences and tables, and a notebook shows the page. Tables mark which
+    numbers are counted and which are modelled, as do the fields of `estimates`.
+    """
+
+    def __str__(self) -> str:
+        """Sentences and tables."""
+        return text(self)
+
+    __repr__ = __str__
+
+    @property
+    def sentences(self) -> list[str]:
+        """Returns one sentence per target and precision, except the baseline."""
+        return sentences(self)
+
+    def where_it_pays(self, precision: str, target: str = "") -> Rules:
+        """Returns rules that keep matmuls in half precision if quantizing is slower.
+
+        A matmul stays in half precision if quantizing its operands takes longer than 8
+        bits save in the three matmuls of forward and backward pass. Quantizing is
+        assumed to move as many bytes per number as in this step.
+
+        Args:
+            precision: A precision of the report, with a recipe.
+            target: A target of the report; the first by default.
+
+        Returns:
+            Rules for `rules=` of `mpx.autocast`, which print with the lines and shapes
+            that go back to half precision. Empty if no matmul of the step loses.
+
+        Raises:
+            ValueError: The report has no such estimate, or it quantizes nothing; the
+                target is unknown.
+        """
+        return where_it_pays(self, precision, target)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which `from_json` reads."""
+        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
+        for one in data["estimates"]:
+            if one["memory"] is None:  # JSON has no infinity
+                one["roofline"], one["time"] = None, [None, None]
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Forecast":
+        """Returns the report from the JSON that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is not a forecast, or one of another version of mpx.
+        """
+        data: dict[str, Any] = json.loads(text)
+        found = (data.pop("format", None), data.pop("version", None))
+        if found != (_FORMAT, _VERSION):
+            raise ValueError(
+                "`from_json(text)` needs a forecast that this version of mpx wrote "
+                f"(format {_FORMAT!r}, version {_VERSION}); got {found}."
+            )
+        for one in data["estimates"]:
+            one["top"] = tuple(KernelGroup(**group) for group in one["top"])
+            one["matmuls"] = tuple(Matmul(**matmul) for matmul in one["matmuls"])
+            if one["memory"] is None:
+                one["roofline"], one["time"] = math.inf, (math.inf, math.inf)
+        for one in data["roofs"].values():
+            one["peaks"] = {int(bits): peak for bits, peak in one["peaks"].items()}
+        data["estimates"] = [_made(Estimate, one) for one in data["estimates"]]
+        data["constants"] = [Constant(**one) for one in data["constants"]]
+        data["roofs"] = {k: _made(Roof, one) for k, one in data["roofs"].items()}
+        return _made(cls, data)
+
+    def to_html(self) -> str:
+        """Returns the report as one page of HTML that needs no network."""
+        says = [*self.sentences, *self.notes, versions_text(self)]
+        return document(
+            "mpx._tools._forecast",
+            f"{self.name}: forecast",
+            says="\n".join(f"<p>{html.escape(one)}</p>" for one in says),
+            picture=picture(self),
+            tables="\n".join(map(_html, tables(self))),
+        )
+
+    def to_svg(self) -> str:
+        """Returns the picture as SVG: memory by part, and the range of the time."""
+        return picture(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report: a page, JSON, text, or the picture.
+
+        Args:
+            path: Ends with `.html`, `.json`, `.txt` or `.svg`.
+
+        Raises:
+            ValueError: It has another ending.
+        """
+        writers = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
+        writers[".txt"] = self.__str__
+        save_as(path, writers, "`Forecast.save(path)`")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return framed(self.to_html(), self.name, height=720)
+
+
+def _made(kind: Any, kept: dict[str, Any]) -> Any:
+    """A dataclass of what JSON kept; its lists were tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
+
+
+def _html(table: Table) -> str:
+    def row(cells: tuple[str, ...], tag: str) -> str:
+        made = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "\n".join([row(table.heads, "th"), *(row(one, "td") for one in table.rows)])
+    name = "numbers" if table.texts == 0 else "texts"
+    title = f"<h2>{html.escape(table.title)}</h2>"
+    return (
+        f'{title}\n<div class="scroll"><table class="{name}">\n{body}\n</table></div>'
+    )

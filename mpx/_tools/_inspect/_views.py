@@ -1,0 +1,532 @@
+"""`Report`: what a report holds, with the ways to show it and to keep it."""
+
+import collections
+import dataclasses
+import importlib.resources
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from .._report_files import document, framed, save_as
+from ._report import (
+    PART,
+    QUANTIZES,
+    Content,
+    Island,
+    Operation,
+    Totals,
+    bytes_text,
+    count_text,
+    flops_text,
+    is_low,
+    share_text,
+    short_type,
+)
+
+# ----------------------------------------------------------------------------
+# A report as text: totals on top, then operations, equal ones in one line.
+#
+# Plain text for every terminal and file; with rich, if it is installed, the same in
+# colours.
+
+_BAR = 24
+
+# What operations are called that are one line together, by their rule.
+_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between matmuls)"}
+
+
+def together(operations: Iterable[Operation]) -> list[Operation]:
+    """Operations that differ in nothing but their place and their weights, as one.
+
+    FLOPs, bytes and runs are added up, and the order is that of the first ones. The
+    many small ones that quantize the operands of a product are one line, and so are
+    those between the products of attention.
+    """
+    groups: dict[Hashable, list[Operation]] = {}
+    for operation in operations:
+        key = dataclasses.replace(operation, number=0, parameters=(), reason="")
+        if operation.rule in _TOGETHER:
+            nothing = {"precision": "", "format": "", "inputs": (), "outputs": ()}
+            name = _TOGETHER[operation.rule]
+            operation = dataclasses.replace(operation, primitive=name, **nothing)
+            key = (operation.where, operation.phase, operation.source)
+        groups.setdefault(key, []).append(operation)
+    return [_sum(group) for group in groups.values()]
+
+
+def _sum(group: Sequence[Operation]) -> Operation:
+    first = group[0]
+    flops = None if first.flops is None else sum(o.flops or 0 for o in group)
+    return dataclasses.replace(
+        first,
+        flops=flops,
+        bytes=sum(o.bytes for o in group),
+        executions=sum(o.executions for o in group),
+        parameters=tuple(dict.fromkeys(path for o in group for path in o.parameters)),
+    )
+
+
+_HEADER: tuple[str, ...] = (
+    "FLOPs", "bytes", "runs", "operation", "dtype", "in -> out", "where",
+    "weight", "line", "why",
+)  # fmt: skip
+_NUMBERS = 3
+
+# What is left of the columns where there is no room for all of them, and the least
+# width that there is room for all.
+_NARROW: tuple[str, ...] = ("FLOPs", "operation", "dtype", "line", "why")
+_WIDE = 180
+_GAP = "  "
+# The least room for a reason, which is cut before anything else is.
+_REASON = 24
+
+
+def text(report: Content, limit: int | None, width: int | None) -> str:
+    """The report as plain text, at most `width` wide; None for all columns."""
+    shown, note = _chosen(report, limit)
+    names = _HEADER if width is None or width >= _WIDE else _NARROW
+    rows = [names, *(_row(line, names) for line in shown)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
+    last = None
+    if width is not None:
+        last = max(width - sum(widths) - len(_GAP) * len(widths), _REASON)
+    body: list[str] = []
+    for row, line in zip(rows, [None, *shown], strict=True):
+        finding = line is not None and line.finding and last is not None
+        cells = [
+            cell.rjust(size) if name in _HEADER[:_NUMBERS] else cell.ljust(size)
+            for name, cell, size in zip(names, row, widths, strict=False)
+        ]
+        why = row[-1] if last is None else cut(row[-1], last)
+        body.append(_GAP.join([*cells, "! see below" if finding else why]).rstrip())
+        if finding:
+            body += _wrapped(row[-1], width, " " * (widths[0] + len(_GAP)))
+    parts = [*_summary(report, width), "", *body]
+    return "\n".join([*parts, "", *_wrapped(note, width)] if note else parts)
+
+
+def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
+    """The same text in colours, for rich, which must be installed."""
+    from rich.text import Text
+
+    found = Text(text(report, limit, width), no_wrap=True)
+    for pattern, style in _STYLES:
+        found.highlight_regex(pattern, style)
+    return found
+
+
+def _row(line: Operation, names: Sequence[str]) -> tuple[str, ...]:
+    cells = dict(zip(_HEADER, _cells(line), strict=True))
+    if names == _NARROW:
+        cells["operation"] = cut(cells["operation"], 26)
+    return tuple(cells[name] for name in names)
+
+
+def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """A text in lines that are at most so wide."""
+    if width is None:
+        return [indent + text]
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+# Dtypes and formats, as they are or as tables have them, and what is worth a look.
+_STYLES = (
+    (r"\bb?f(loat)?16\b", "green"),
+    (r"\bf(loat)?32\b", "blue"),
+    (r"\b(f(loat)?64|mixed)\b", "red"),
+    (r"\b(FP8|MXFP8|NVFP4|f(loat)?[48]_\w+)\b", "yellow"),
+    (r"! .*", "yellow"),
+)
+
+
+def show(report: Content, limit: int | None, width: int | None) -> None:
+    """Prints the report, with rich if it is installed."""
+    if importlib.util.find_spec("rich") is None:
+        if width is None:
+            size = shutil.get_terminal_size((_DEFAULT, 0)).columns
+            width = size if sys.stdout.isatty() else _DEFAULT
+        print(text(report, limit, width))
+        return
+    from rich.console import Console
+
+    console = Console(width=width)
+    console.print(rich_text(report, limit, console.width))
+
+
+_DEFAULT = 100
+
+
+def _chosen(report: Content, limit: int | None) -> tuple[list[Operation], str]:
+    """The lines to show, and what to say of those that are not.
+
+    What looks like an accident comes first, however cheap, and then what costs most.
+    Without a limit all are there, in the order of the program.
+    """
+    lines = together(report.operations)
+    if limit is None:
+        return lines, ""
+    lines.sort(key=lambda o: (not o.finding, -(o.flops or 0), -o.bytes))
+    found = sum(bool(line.finding) for line in lines)
+    if len(lines) <= limit:
+        return lines, ""
+    room = max(limit - found, limit // 2)
+    kept = [*lines[: limit - room], *lines[found : found + room]]
+    note = (
+        f"{len(kept)} of {len(lines)} different operations: findings first, then "
+        "those of most FLOPs. All of them, with every column: "
+        '`report.table(limit=None, width=None)`, or `report.save("report.html")` '
+        "for a page."
+    )
+    return kept, note
+
+
+def _cells(line: Operation) -> tuple[str, ...]:
+    types = f"{_types(line.inputs)} -> {_types(line.outputs)}" * bool(line.outputs)
+    rule = "" if line.rule == "as written" else f"{line.rule}: "
+    finding = f"! {line.finding}: " if line.finding else ""
+    return (
+        "?" if line.flops is None else flops_text(line.flops),
+        bytes_text(line.bytes),
+        count_text(line.executions) + " x ?" * line.unknown_loops,
+        line.primitive + _PHASES[line.phase],
+        line.format if line.is_emulated else short_type(line.precision),
+        cut(types, 44),
+        cut(line.where, 36, end=False),
+        cut(_several(line.parameters), 32, end=False),
+        cut(line.source, 24, end=False),
+        cut(finding + rule + line.reason, 160),
+    )
+
+
+def _types(names: Sequence[str]) -> str:
+    return " ".join(map(short_type, names))
+
+
+_PHASES = {"forward": "", "backward": " (backward)", "recompute": " (again)"}
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" +{len(names) - 1}" if len(names) > 1 else ""
+    return "".join(names[:1]) + more
+
+
+def cut(text: str, width: int, end: bool = True) -> str:
+    """Shortens text at its end, or at its start where the end says more."""
+    if len(text) <= width:
+        return text
+    return text[: width - 3] + "..." if end else "..." + text[3 - width :]
+
+
+def headline(report: Content) -> str:
+    """The sentence on top: where most FLOPs are, and what is worth a look."""
+    totals = report.totals
+    formats = totals.flops_by_format
+    low = [name for name in formats if is_low(name)]
+    others = [name for name in formats if name not in low]
+    here = emulated(report)
+    shares = []
+    for name in (low + others[:2]) if low else others[:1]:
+        dtype = "mixed dtypes" if name == "mixed" else name
+        unit = "" if shares else " of FLOPs"
+        text = f"{share_text(formats[name] / totals.flops)}{unit} in {dtype}"
+        shares.append(text + f" ({_HOW})" * (name in here))
+    findings = f"{totals.findings or 'no'} finding{'s' * (totals.findings != 1)}"
+    return f"{report.name}: {', '.join(shares) or 'no FLOPs'}; {findings}"
+
+
+def emulated(report: Content) -> list[str]:
+    """The formats whose products are emulated here."""
+    return list(dict.fromkeys(o.format for o in report.operations if o.is_emulated))
+
+
+_HOW = "emulated on this CPU"
+
+
+def _summary(report: Content, width: int | None) -> list[str]:
+    """The sentence and the totals, in a few lines."""
+    totals = report.totals
+    lines: list[str] = []
+
+    def add(name: str, value: str, what: str) -> None:
+        lines.append(f"  {name:<14}{value:>7}  {what}".rstrip())
+
+    flops = flops_text(totals.flops, "FLOPs")
+    run = f"{count_text(totals.executed)} run, {flops}"
+    add("operations", count_text(totals.operations), run)
+    here = emulated(report)
+    for name, part in totals.flops_by_format.items():
+        share = part / totals.flops
+        bar = "#" * round(_BAR * share)
+        add(name, share_text(share), f"{bar}  {_HOW * (name in here)}".rstrip())
+    moved = bytes_text(totals.cast_bytes)
+    add("casts", count_text(totals.casts), f"moving {moved}")
+    kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
+    add("residuals", kept, totals.residuals)
+    for number, line in enumerate(island_lines(report.islands)):
+        count = "" if number else count_text(len(report.islands))
+        add("" if number else "islands", count, line)
+    add("traffic", bytes_text(totals.bytes), "if nothing were fused")
+    add("findings", count_text(totals.findings), "operations worth a look")
+    if width is not None:
+        lines = [cut(line, width) for line in lines]
+    lines = [*_wrapped(headline(report), width), *lines]
+    for note in notes(report):
+        lines += _wrapped(f"note: {note}", width, "  ")
+    return lines
+
+
+_ISLANDS = 6
+
+
+def island_lines(islands: Sequence[Island]) -> list[str]:
+    """What is recomputed: all together, then each kind that keeps most, in a line."""
+    if not islands:
+        return []
+    before = bytes_text(sum(island.bytes_before for island in islands))
+    after = bytes_text(sum(island.bytes_after for island in islands))
+    found = [f"recomputed: {after} saved instead of {before}"]
+    groups = collections.Counter(islands)
+    kinds = sorted(groups, key=lambda island: -island.bytes_before * groups[island])
+    for island in kinds[:_ISLANDS]:
+        count = groups[island]
+        sizes = (island.bytes_after * count, island.bytes_before * count)
+        kept, instead = map(bytes_text, sizes)
+        what = cut(island.where, 36, end=False) or ", ".join(island.primitives[:4])
+        times = f"{count} x " * (count > 1)
+        place = f"  {island.source}" if island.source else ""
+        found.append(f"{times}{what}: {kept} of {instead}{place}")
+    return found
+
+
+def notes(report: Content) -> list[str]:
+    """What a reader of the totals has to know."""
+    totals = report.totals
+    found = [f"the rule `{rule}` matched nothing" for rule in report.unused_rules]
+    if here := emulated(report):
+        gpu = "H100" if "FP8" in here else "B200"
+        found.append(
+            f"{', '.join(here)}: emulated on this target; for another one, "
+            f'`mpx.autocast(..., target="{gpu}")`'
+        )
+    if totals.in_unknown_loops:
+        found.append(
+            f"{totals.in_unknown_loops} operations are in `while` loops of unknown "
+            "length: one iteration is counted ('x ?')"
+        )
+    if totals.in_branches:
+        found.append(
+            f"{totals.in_branches} operations are in branches of a `cond`: all "
+            "branches are counted"
+        )
+    if totals.not_counted:
+        found.append(
+            "FLOPs of these are unknown and not counted: "
+            + ", ".join(totals.not_counted)
+        )
+    return found
+
+
+# ----------------------------------------------------------------------------
+# A report as one page of HTML: its style, script and data are in it, no network.
+#
+# The data are compact, since a training step has ten thousand operations: each text is
+# there once, and operations are lists of numbers that point to texts.
+
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Operation)}
+_SINGLE = [name for name, kind in _FIELDS.items() if kind is str]
+_SEVERAL = [name for name, kind in _FIELDS.items() if kind == tuple[str, ...]]
+
+
+def page(report: Content) -> str:
+    """The whole page."""
+    script = importlib.resources.files("mpx._tools._inspect") / "page" / "page.js"
+    return document(
+        "mpx._tools._inspect",
+        report.name,
+        script=script.read_text(encoding="utf-8"),
+        data=_embedded(data_of(report)),
+    )
+
+
+def data_of(report: Content) -> dict[str, object]:
+    """What the script of the page is given."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    def compact(operation: Operation) -> list[object]:
+        row: list[object] = []
+        for field in _FIELDS:
+            value = getattr(operation, field)
+            if field in _SINGLE:
+                row.append(number(value))
+            elif field in _SEVERAL:
+                row.append([number(text) for text in value])
+            else:
+                row.append(value)
+        return row
+
+    rows = [compact(operation) for operation in report.operations]
+    return {
+        "fields": list(_FIELDS),
+        "single": _SINGLE,
+        "several": _SEVERAL,
+        "texts": list(texts),
+        "operations": rows,
+        "totals": dataclasses.asdict(report.totals),
+        "headline": headline(report).partition(": ")[2],
+        "notes": [*_islands(report), *notes(report)],
+    }
+
+
+def _islands(report: Content) -> list[str]:
+    """What is recomputed, in a note."""
+    head, *lines = island_lines(report.islands) or [""]
+    return [f"{len(report.islands)} islands {head}: {'; '.join(lines)}"] if head else []
+
+
+def _embedded(data: dict[str, object]) -> str:
+    """JSON that cannot end the element that it stands in."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# ----------------------------------------------------------------------------
+
+_FORMAT = "mpx report"
+_VERSION = 3
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(Content):
+    """The result of `mpx.explain`: every operation of a program, and totals.
+
+    It prints as a sentence, the totals, and a table 100 columns wide: findings first,
+    then the most expensive operations, equal ones in one line. `save` writes all of it;
+    a notebook shows the page.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> x = jnp.ones((8, 8), jnp.bfloat16)
+        >>> report = mpx.explain(lambda x: x @ x)(x)
+        >>> report.totals.half_flops_share
+        1.0
+        >>> report.operations[0].inputs
+        ('bfloat16[8,8]', 'bfloat16[8,8]')
+    """
+
+    @property
+    def findings(self) -> tuple[Operation, ...]:
+        """The operations that deserve attention, those of most FLOPs first."""
+        found = [operation for operation in self.operations if operation.finding]
+        return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
+
+    def table(self, limit: int | None = 30, width: int | None = 100) -> str:
+        """Returns the report as text.
+
+        Args:
+            limit: The number of operation lines, findings first and then those of most
+                FLOPs; None for all, in program order.
+            width: The maximal width of lines. Below 180 the columns of bytes, runs,
+                types, places and weights are omitted. None for all columns at full
+                width.
+
+        Returns:
+            A sentence, the totals and the operations, one line each, equal ones
+            together; the reason of a finding is below its line.
+        """
+        return text(self, limit, width)
+
+    def show(self, limit: int | None = 30, width: int | None = None) -> None:
+        """Prints the report, in colours where rich is installed.
+
+        Args:
+            limit: As in `table`.
+            width: As in `table`; None for the terminal's width.
+        """
+        show(self, limit, width)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, which `mpx.reports.Report.from_json` reads."""
+        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        """Returns the report from the JSON that `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            An equal report.
+
+        Raises:
+            ValueError: The text is not a report, or one of another version of mpx.
+        """
+        data = json.loads(text)
+        found = (
+            (data.get("format"), data.get("version")) if isinstance(data, dict) else 0
+        )
+        if found != (_FORMAT, _VERSION):
+            raise ValueError(
+                "`mpx.reports.Report.from_json(text)` needs a report that this "
+                f"version of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got "
+                f"{found}. Make a new one with `mpx.explain`."
+            )
+        operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
+        totals = _from_dict(Totals, data["totals"])
+        islands = tuple(_from_dict(Island, entry) for entry in data["islands"])
+        unused_rules = tuple(data["unused_rules"])
+        return cls(data["name"], operations, totals, unused_rules, islands)
+
+    def to_html(self) -> str:
+        """Returns the report as one page of HTML that needs no network."""
+        return page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report to a file: a page, JSON, or the whole table as text.
+
+        Args:
+            path: Ends with `.html`, `.json` or `.txt`.
+
+        Raises:
+            ValueError: It has another ending.
+        """
+        writers = {
+            ".html": self.to_html,
+            ".json": self.to_json,
+            ".txt": lambda: self.table(limit=None, width=None),
+        }
+        save_as(path, writers, "`mpx.reports.Report.save(path)`")
+
+    def __str__(self) -> str:
+        """The totals and the most expensive operations."""
+        return self.table()
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """What rich prints, with colours, as wide as it has room."""
+        yield rich_text(self, 30, options.max_width)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return framed(page(self), self.name, height=720)
+
+
+def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:
+    """Makes a dataclass of what JSON kept; its lists were tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

@@ -1,0 +1,494 @@
+"""`mpx.compare`: two precisions of a loss, layer by layer."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jaxtyping import PyTree
+
+from ..._base.errors import describe, warn_user
+from ..._base.tree import leaves_with_paths
+from ..._base.typing import AnyArray, LeafPredicate
+from ..._base.wraps import name_of
+from ..._loss_scaling import AbstractLossScaling, NoLossScaling
+from ..._program import (
+    Location,
+    PrimitiveClass,
+    Records,
+    Span,
+    Tagged,
+    aval_of,
+    probed,
+    properties,
+    source_span,
+)
+from ..._quantize import Role
+from ..._settings import Policy, settings_of
+from ..._step import RecipeScaling, filter_value_and_grad, init_scaling, refuse_nnx
+from .._inspect import Traced, trace
+from ._comparison import Closeness, Comparison, Sums, cosine_of, numbered, snr_of, sums
+from ._trace import Source, SourceProbe, is_product, line, phase_of, where
+
+# ----------------------------------------------------------------------------
+# Anchors: the values by which two programs of one loss are compared.
+#
+# Two precisions of a loss are two programs, with other casts and other operations
+# around them. What both have is what the user wrote: an operation is the same in both
+# if it comes from the same scope and line, is of the same primitive and shape, and
+# comes equally often. The *anchors* are the last such operation of each layer.
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """An operation of the forward pass, as the user wrote it.
+
+    Attributes:
+        where: The named scopes, or else the functions around it.
+        source: The line of the user's code.
+        span: The expression, of the user's or of a library, that it comes from.
+        primitive: Its primitive.
+        shape: The shape of its result where it stands.
+        number: How many such operations are before it in the program.
+    """
+
+    where: str
+    source: str
+    span: Span | None
+    primitive: str
+    shape: tuple[int, ...]
+    number: int
+
+
+@dataclasses.dataclass
+class Found:
+    """What is known of an anchor from a trace.
+
+    Attributes:
+        weights: The weights that it is a product with.
+        axes: The axes in front of its shape: `turn`, `device`.
+    """
+
+    weights: tuple[str, ...]
+    axes: list[str]
+
+    def turns_first(self, x: AnyArray) -> tuple[AnyArray, int]:
+        """A record with the axes of turns in front, and how many they are."""
+        turns = [i for i, axis in enumerate(self.axes) if axis == "turn"]
+        return jnp.moveaxis(x, turns, range(len(turns))), len(turns)
+
+
+class Collect(SourceProbe):
+    """Collects values of the forward pass, and notes the place of each.
+
+    Args:
+        wanted: The anchors whose values are recorded; None notes places only.
+        reverses: Whether sums are taken the other way round.
+    """
+
+    def __init__(
+        self, wanted: frozenset[Anchor] | None = None, *, reverses: bool = False
+    ) -> None:
+        super().__init__()
+        self.found: dict[Hashable, Found] = {}
+        self._wanted, self._reverses = wanted, reverses
+        self._counts: Counter[Anchor] = Counter()
+
+    def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
+        """The results, of sums in another order if they are wanted so."""
+        if self._reverses:
+            arrays = reversed_sums(equation, arrays)
+        return super().compute(equation, arrays)
+
+    def observe(
+        self,
+        equation: JaxprEqn,
+        place: Location,
+        operands: Sequence[Tagged],
+        results: Sequence[Tagged],
+    ) -> Records:
+        """The value of an anchor, if it is wanted."""
+        if not _is_computed(equation) or phase_of(equation, place) != "forward":
+            return {}
+        path = where(equation, place)
+        if not path:  # of a derivative, not of the user's
+            return {}
+        kind = Anchor(
+            path,
+            line(equation, place),
+            source_span(equation),
+            equation.primitive.name,
+            tuple(aval_of(equation.outvars[0]).shape),
+            0,
+        )
+        anchor = dataclasses.replace(kind, number=self._counts[kind])
+        self._counts[kind] += 1
+        weights = [v.tag.path for v in operands if is_product(equation)]
+        self.found[anchor] = Found(tuple(filter(None, weights)), [])
+        wanted = self._wanted is None or anchor in self._wanted
+        return {anchor: results[0].array} if wanted else {}
+
+    def stack(self, key: Hashable, axis: str) -> None:
+        """Notes the axis."""
+        self.found[key].axes.insert(0, axis)
+
+
+def _is_computed(equation: JaxprEqn) -> bool:
+    """Whether an operation makes numbers, of a floating dtype."""
+    known = properties(equation.primitive.name)
+    if known.moves or known.joins or known.is_free:
+        return False
+    if known.kind is PrimitiveClass.CONVERT or len(equation.outvars) != 1:
+        return False
+    aval = aval_of(equation.outvars[0])
+    is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
+    return bool(is_float) and aval.dtype.itemsize > 1 and bool(aval.ndim)
+
+
+def reversed_sums(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
+    """The operands of an operation that sums, the last summand first."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        pairs = params["dimension_numbers"][0]
+        return [_reversed(x, axes) for x, axes in zip(arrays, pairs, strict=True)]
+    if name == "reduce_sum":
+        return [_reversed(arrays[0], params["axes"])]
+    return list(arrays)
+
+
+def _reversed(x: AnyArray, axes: Sequence[Any]) -> AnyArray:
+    # XLA takes the reversal of both operands back, unless it cannot see it.
+    return lax.optimization_barrier(lax.rev(x, [*map(int, axes)])) if axes else x
+
+
+def anchors_of(
+    closed: ClosedJaxpr, tags: Sequence[Source]
+) -> dict[Anchor, tuple[Found, tuple[int, ...]]]:
+    """The anchors of a program in their order, each with the shape of its record."""
+    probe = Collect()
+
+    keys: list[Any] = []
+
+    def keyed(*arrays: AnyArray) -> list[PyTree]:
+        _, records = probed(closed, probe, arrays, tags)
+        # Set while JAX traces: records have keys, and results only an order.
+        keys[:] = records
+        return list(records.values())
+
+    shapes = jax.eval_shape(keyed, *closed.in_avals)
+    return {
+        key: (probe.found[key], tuple(x.shape))
+        for key, x in zip(keys, shapes, strict=True)
+    }
+
+
+def common_layers(
+    first: dict[Anchor, tuple[Found, tuple[int, ...]]],
+    second: dict[Anchor, tuple[Found, tuple[int, ...]]],
+) -> list[tuple[str, Anchor, Found]]:
+    """The last common anchor of each layer, with the layer's name, in their order."""
+    numbers = [Counter(_kind(anchor) for anchor in some) for some in (first, second)]
+
+    def is_common(anchor: Anchor) -> bool:
+        kind = _kind(anchor)
+        if anchor not in second or numbers[0][kind] != numbers[1][kind]:
+            return False
+        return first[anchor][1] == second[anchor][1]
+
+    layers = []
+    for members in _groups(first):
+        weights = [path for anchor in members for path in first[anchor][0].weights]
+        common = list(filter(is_common, members))
+        if common:
+            name = _layer(weights) or common[-1].where
+            layers.append((name, common[-1], first[common[-1]][0]))
+    return layers
+
+
+def _groups(anchors: Iterable[Anchor]) -> Iterator[list[Anchor]]:
+    """What comes from one scope, until something of it comes again: a layer each."""
+    group: list[Anchor] = []
+    for anchor in anchors:
+        is_again = any(_kind(anchor) == _kind(other) for other in group)
+        if group and (anchor.where != group[0].where or is_again):
+            yield group
+            group = []
+        group.append(anchor)
+    if group:
+        yield group
+
+
+def _kind(anchor: Anchor) -> Anchor:
+    return dataclasses.replace(anchor, number=0)
+
+
+def _layer(paths: Sequence[str]) -> str:
+    """The name of the layer whose weights these are: `blocks[0].fc1`."""
+    parts = [path.split(".") for path in dict.fromkeys(paths)]
+    if not parts:
+        return ""
+    if len(parts) == 1:
+        return ".".join(parts[0][:-1]) or parts[0][0]
+    same = itertools.takewhile(lambda x: len(set(x)) == 1, zip(*parts, strict=False))
+    return ".".join(group[0] for group in same)
+
+
+# ----------------------------------------------------------------------------
+
+CALL = "`mpx.compare(reference, func)`"
+
+
+def compare(
+    reference: Callable[..., PyTree],
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None = None,
+    has_aux: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    floor: bool = True,
+) -> Callable[..., Comparison]:
+    r"""Returns a function that compares two precisions of a loss on the same arguments.
+
+    Both are run and differentiated once, with the same weights, data and keys. The
+    comparison measures how far activations are from those of the reference, for each
+    layer that both programs have, and how far the gradient is, for each leaf:
+
+    $$\mathrm{SNR} = 10 \log_{10} \frac{\sum a^2}{\sum (a - b)^2} \qquad
+    \cos = \frac{\sum a b}{\sqrt{\sum a^2 \sum b^2}}$$
+
+    An operation is the same in both programs if it comes from the same scope and line,
+    has the same primitive and shape, and occurs equally often; a layer's activation is
+    the last of them. In a loop over layers each iteration is a layer.
+
+    The *floor* is the noise that no precision can be better than: the reference against
+    itself, with every sum of its matmuls and reductions in reverse order.
+
+    Args:
+        reference: The loss to compare with, such as the function without
+            `mpx.autocast`: `reference(model, *args)`.
+        func: The loss in another precision, of the same arguments.
+        scaling: The loss scaling of `func`, from the run; by default that of a first
+            step, from `mpx.init_scaling`, in which scales of a recipe are 1. The
+            reference needs none.
+        has_aux: Both return `(loss, aux)`.
+        policy: The policy of a `func` in the explicit style, as in
+            `mpx.filter_value_and_grad`.
+        keep: Likewise.
+        floor: False omits the floor, which is a third of the cost.
+
+    Returns:
+        A function of the arguments of both that returns a `mpx.reports.Comparison`;
+        print it. It compiles one program for each shape of the arguments, and stores
+        all activations that it compares.
+
+    Raises:
+        TypeError: A function is not callable, or it is called inside a function that
+            JAX is tracing, or with non-array arguments; also what
+            `mpx.filter_value_and_grad` raises.
+
+    Warns:
+        UserWarning: The state has scales and no step was made: they are 1.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return jnp.mean(jax.nn.gelu(x @ w["in"]) @ w["out"])
+        >>> a, b, c = jax.random.split(jax.random.key(0), 3)
+        >>> w = {"in": jax.random.normal(a, (16, 32)), "out": jnp.ones((32, 4))}
+        >>> found = mpx.compare(loss, mpx.autocast(loss))(w, jax.random.normal(b, (8, 16)))
+        >>> [g.name for g in found.gradients], min(g.snr for g in found.gradients) > 30
+        (["['in']", "['out']"], True)
+        >>> found.floor > 120
+        True
+    """  # noqa: E501
+    for name, value in (("reference", reference), ("func", func)):
+        if not callable(value):
+            raise TypeError(
+                f"`{name}` of {CALL} must be a loss function; got {describe(value)}. "
+                "Pass the arguments to the returned function: `mpx.compare(a, "
+                "b)(*args)`."
+            )
+
+    def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        refuse_nnx((args, kwargs), "`mpx.compare`")
+        used = _scaling_of(func, scaling, policy, args, kwargs)
+        _warn_of_new(used)
+        is_mixed = settings_of(func) is not None or policy is not None
+
+        def first(args: PyTree, _: object, kwargs: PyTree) -> PyTree:
+            plain = filter_value_and_grad(reference, NoLossScaling(), has_aux, False)
+            result = plain(*args, **kwargs)
+            return result.value, result.grads
+
+        def second(
+            args: PyTree, scaling: AbstractLossScaling, kwargs: PyTree
+        ) -> PyTree:
+            gradient = filter_value_and_grad(
+                func, scaling, has_aux, is_mixed, policy=policy, keep=keep
+            )
+            result = gradient(*args, **kwargs)
+            return result.value, result.grads
+
+        pair = [_Side(f, (args, used, kwargs)) for f in (first, second)]
+        return _compared(_name(reference), _name(func), *pair, floor=floor)
+
+    return compared
+
+
+def _name(func: object) -> str:
+    """The name of a function with its precision."""
+    settings = settings_of(func)
+    if settings is None or not settings.is_enabled:
+        return name_of(func)
+    recipes = dict.fromkeys(type(recipe).__name__ for recipe in settings.recipes)
+    low = f" with {', '.join(recipes)}" if recipes else ""
+    return f"{name_of(func)} in {settings.dtype}{low}"
+
+
+def _warn_of_new(scaling: AbstractLossScaling) -> None:
+    if isinstance(scaling, RecipeScaling) and scaling._is_new:
+        warn_user(
+            "`mpx.compare(reference, func, scaling)` got a state before its first "
+            "step, or none: its scales are 1, which loses small values. Pass the "
+            "`scaling` of the run, or use a warm start: "
+            "`mpx.DelayedScaling(warm_start=True)`."
+        )
+
+
+def _scaling_of(
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None,
+    policy: Policy | str | None,
+    args: PyTree,
+    kwargs: PyTree,
+) -> AbstractLossScaling:
+    if scaling is not None:
+        return scaling
+    if settings_of(func) is None and policy is None:
+        return NoLossScaling()
+    return init_scaling(func, *args, policy=policy, **kwargs)
+
+
+class _Side:
+    """One of the two: its program, and what is known of it without running it."""
+
+    def __init__(self, func: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
+        self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
+        probe = Collect()
+        self.tags = [
+            probe.new(Role.WEIGHT if name else Role.INPUT, name)
+            for name in map(_weight_name, self.traced.paths)
+        ]
+        self.anchors = anchors_of(self.traced.jaxpr, self.tags)
+        shapes = self.traced.call.result_of(self.traced.jaxpr.out_avals)
+        self.leaves = [path for path, _ in leaves_with_paths(shapes[1])]
+
+    def run(
+        self,
+        arrays: Sequence[AnyArray],
+        wanted: frozenset[Anchor],
+        reverses: bool = False,
+    ) -> tuple[list[AnyArray], Records]:
+        """The loss, the gradients and the activations."""
+        probe = Collect(wanted, reverses=reverses)
+        return probed(self.traced.jaxpr, probe, arrays, self.tags)
+
+
+def _weight_name(path: str) -> str:
+    """The path in the first argument: `[0].blocks[1].weight`; "" of what is in others.
+
+    The arguments of the loss are one argument of what is traced, a tuple.
+    """
+    return path.removeprefix("[0]").removeprefix(".") if path[:3] == "[0]" else ""
+
+
+def _compared(
+    reference: str, name: str, first: _Side, second: _Side, floor: bool
+) -> Comparison:
+    layers = common_layers(first.anchors, second.anchors)
+    wanted = frozenset(anchor for _, anchor, _ in layers)
+
+    @jax.jit
+    def measure(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> PyTree:
+        """The losses, and the sums of all pairs."""
+        pairs = [first.run(a, wanted), second.run(b, wanted)]
+        if floor:
+            pairs.append(first.run(a, wanted, reverses=True))
+        (results, records), *others = pairs
+
+        def beside(
+            other: tuple[list[AnyArray], Records],
+        ) -> tuple[list[Sums], list[Sums]]:
+            values = [
+                _sums_by_turn(found, records[anchor], other[1][anchor])
+                for _, anchor, found in layers
+            ]
+            grads = zip(results[1:], other[0][1:], strict=True)
+            return values, [sums(x, y) for x, y in grads]
+
+        return [one[0][0] for one in pairs[:2]], [beside(other) for other in others]
+
+    inputs = first.traced.inputs, second.traced.inputs
+    losses, found = jax.device_get(measure(*inputs))
+    values, grads = zip(*found, strict=True)
+    activations = [
+        each
+        for (layer, anchor, _), *pairs in zip(layers, *values, strict=True)
+        for each in _by_turn(layer, anchor, pairs)
+    ]
+    gradients = [
+        _closeness(path or "gradient", "gradient", pairs, ())
+        for path, *pairs in zip(first.leaves, *grads, strict=True)
+    ]
+    return Comparison(
+        reference,
+        name,
+        (float(losses[0]), float(losses[1])),
+        _distinct(activations),
+        tuple(gradients),
+    )
+
+
+def _sums_by_turn(found: Found, a: AnyArray, b: AnyArray) -> Sums:
+    (a, turns), (b, _) = found.turns_first(a), found.turns_first(b)
+    return sums(a, b, turns)
+
+
+def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closeness]:
+    """One for each turn of the loops around a layer."""
+    turns = itertools.product(*map(range, np.shape(pairs[0].signal)))
+    return [
+        _closeness(
+            layer + "".join(f"[{i}]" for i in turn),
+            "activation",
+            pairs,
+            turn,
+            where=anchor.where,
+            source=anchor.source,
+        )
+        for turn in turns
+    ]
+
+
+def _closeness(
+    name: str, kind: str, pairs: Sequence[Sums], turn: tuple[int, ...], **place: str
+) -> Closeness:
+    """From the sums of the two functions, and those of the floor if there is one."""
+    here, *floors = (Sums(*(np.asarray(x)[turn] for x in pair)) for pair in pairs)
+    lowest = float(snr_of(floors[0])) if floors else None
+    snr, cosine = float(snr_of(here)), float(cosine_of(here))
+    return Closeness(name, kind, snr, cosine, lowest, **place)
+
+
+def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
+    """With numbers behind names that come again."""
+    names = numbered((each.name, None) for each in some)
+    pairs = zip(some, names, strict=True)
+    return tuple(dataclasses.replace(each, name=name) for each, name in pairs)
