@@ -33,9 +33,9 @@ NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # Tests that see most of JAX's own programs, and of mpx's functions, for other versions
 # in `.ci/run`.
-PART := tests/test_xla.py tests/test_cpu_products.py tests/program tests/test_function.py tests/autocast/test_entries.py \
+PART := tests/test_xla.py tests/program/test_cpu_products.py tests/program tests/settings/test_function.py tests/autocast/test_entries.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
-	tests/grad/test_transforms.py tests/inspect/test_costs.py \
+	tests/step/test_transforms.py tests/tools/inspect/test_costs.py \
 	tests/nnx/test_bad_input.py tests/quantize/test_derivatives.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
@@ -85,7 +85,7 @@ bench: $(ALL) ## Measure against the peers and write the report
 
 # 20 minutes of one core. A part of it: ARGS="--part 1/4", ARGS="--group numpy".
 sweep: $(ALL) ## Try the numbers of autocast on every function, and write the table
-	@$(BIN)/python -m tests.sweep $(ARGS)
+	@$(BIN)/python -m rigs.sweep $(ARGS)
 
 # The versions are exact, JAX's those of the tests. Some packages' requirements contradict
 # each other (typeguard, NumPy), so nothing is resolved. mpx is the one in this folder.
@@ -93,12 +93,12 @@ CLIENTS := .venv-clients/.installed
 clients: $(CLIENTS) ## Try mpx on programs of other packages and write docs/works-with.md
 	@.venv-clients/bin/python -m examples.guides.with_keras
 	@.venv-clients/bin/python -m tests.pages docs/coming-from-qwix.md
-	@.venv-clients/bin/python -m tests.clients $(ARGS)
+	@.venv-clients/bin/python -m rigs.clients $(ARGS)
 
-$(CLIENTS): tests/clients/constraints.txt pyproject.toml
+$(CLIENTS): rigs/clients/constraints.txt pyproject.toml
 	@$(call make_venv,.venv-clients)
-	@echo 'Installing the packages of tests/clients into .venv-clients ...'
-	@.venv-clients/bin/python $(PIP) --no-deps -r tests/clients/constraints.txt
+	@echo 'Installing the packages of rigs/clients into .venv-clients ...'
+	@.venv-clients/bin/python $(PIP) --no-deps -r rigs/clients/constraints.txt
 	@touch $@
 
 # In environments of their own: one with what builds, one with the wheel and nothing else.
@@ -143,7 +143,7 @@ layers: $(ALL) ## Check that imports only go down the layers
 	@echo '== layers (import-linter)'
 	@$(BIN)/lint-imports --no-logo
 
-pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/test_cast.py -k keys"
+pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/settings/test_cast.py -k keys"
 	@echo '== tests and doctests (pytest)'
 	@$(BIN)/python -m pytest $(ARGS)
 

@@ -32,11 +32,11 @@ import jax
 import jax.numpy as jnp
 
 import mpx
+from rigs.clients import gradients
+from rigs.clients.programs import PACKAGES, programs_of
+from rigs.clients.record import PRECISIONS
 
 from .autocast.zoo import PROGRAMS, Program, gradient as gradient_of
-from .clients import gradients
-from .clients.programs import PACKAGES, programs_of
-from .clients.record import PRECISIONS
 from .registries import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

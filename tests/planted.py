@@ -29,26 +29,26 @@ from tests import reached
 ROOT = Path(__file__).resolve().parents[1]
 # Which tests look at which part of the package.
 AREAS = {
-    "_autocast": "tests/autocast tests/test_inference.py tests/test_weight_amaxes.py "
-    "tests/test_recipe_state.py tests/test_recipe_scaling.py "
-    "tests/inspect/test_decisions.py tests/benchmarks/test_wire.py",
+    "_autocast": "tests/autocast tests/step/test_inference.py tests/recipe_state/test_weight_amaxes.py "
+    "tests/recipe_state/test_recipe_state.py tests/step/test_recipe_scaling.py "
+    "tests/tools/inspect/test_decisions.py tests/benchmarks/test_wire.py",
     "_program": "tests/program tests/autocast",
     "_quantize": "tests/quantize tests/autocast tests/reference",
-    "_recipe_state": "tests/test_recipe_state.py tests/test_weight_amaxes.py "
-    "tests/autocast tests/test_recipe_scaling.py tests/test_inference.py",
-    "_scaling": "tests/test_recipe_scaling.py tests/test_inference.py "
-    "tests/test_init_scaling.py tests/test_bad_input.py",
-    "_grad": "tests/grad tests/test_bad_gradients.py tests/test_bad_input.py",
-    "_loss_scaling": "tests/test_loss_scaling.py tests/test_state.py tests/grad "
+    "_recipe_state": "tests/recipe_state/test_recipe_state.py tests/recipe_state/test_weight_amaxes.py "
+    "tests/autocast tests/step/test_recipe_scaling.py tests/step/test_inference.py",
+    "_scaling": "tests/step/test_recipe_scaling.py tests/step/test_inference.py "
+    "tests/step/test_init_scaling.py tests/test_bad_input.py",
+    "_grad": "tests/step tests/step/test_bad_gradients.py tests/test_bad_input.py",
+    "_loss_scaling": "tests/loss_scaling/test_loss_scaling.py tests/loss_scaling/test_state.py tests/step "
     "tests/test_bad_input.py",
-    "_memory/_master_weights.py": "tests/master_weights tests/test_stored_weights.py "
-    "tests/few_bits",
-    "_stored_weights.py": "tests/test_stored_weights.py tests/test_stored_products.py",
-    "_step/_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py",
-    "_few_bits": "tests/few_bits",
-    "_blame": "tests/blame",
-    "_watch": "tests/watch",
-    "_inspect": "tests/inspect",
+    "_memory/_master_weights.py": "tests/memory tests/stored_weights/test_stored_weights.py "
+    "tests/memory",
+    "_stored_weights.py": "tests/stored_weights/test_stored_weights.py tests/stored_weights/test_stored_products.py",
+    "_step/_optimizer.py": "tests/step/test_optimizer.py tests/step/test_step_checks.py",
+    "_few_bits": "tests/memory",
+    "_blame": "tests/tools/blame",
+    "_watch": "tests/tools/watch",
+    "_inspect": "tests/tools/inspect",
     "_nnx_graph": "tests/nnx",
     "nnx": "tests/nnx",
 }

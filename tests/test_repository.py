@@ -130,7 +130,7 @@ def test_a_class_shows_what_users_say_and_read(kind: type, wanted: set[str]):
 
 
 # The lock, and that of the packages of others that mpx is tried on.
-LOCKS = ("constraints.txt", "tests/clients/constraints.txt")
+LOCKS = ("constraints.txt", "rigs/clients/constraints.txt")
 
 
 def locked_lines(lock: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Programs of public bug reports whose numbers half precision between products spoils.
 
 Each is held against an interpreter that rounds what products read and give, and nothing
-else (`tests.sweep.ideal`). `python -m tests.sweep` does it for all functions of JAX.
+else (`rigs.sweep.ideal`). `python -m rigs.sweep` does it for all functions of JAX.
 """
 
 import functools
@@ -13,10 +13,10 @@ import pytest
 from jax import lax
 
 import mpx
+from rigs.sweep.ideal import make_ideal
 from tests.autocast.counting import relative_error
 from tests.helpers import slow_but
 from tests.registries import RECIPES
-from tests.sweep.ideal import make_ideal
 
 pytestmark = pytest.mark.third_party
 HALVES = ("float16", "bfloat16")

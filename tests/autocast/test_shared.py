@@ -17,8 +17,8 @@ from jax.nn import logsumexp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
+from rigs.sweep.ideal import make_ideal
 from tests.autocast.counting import relative_error
-from tests.sweep.ideal import make_ideal
 
 from ..helpers import slow_but
 

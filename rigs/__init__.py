@@ -1,0 +1,1 @@
+"""Programs that measure mpx on many programs, for pages of the documentation."""

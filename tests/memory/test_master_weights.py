@@ -1,0 +1,300 @@
+"""Float32 copies of half-precision weights in the optimizer (`mpx.master_weights`)."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+
+from ..helpers import HALF, slow_but
+from ..step.cases import batch, loss, params, same_bits
+
+# Optax's Adam and others mix dtypes.
+pytestmark = pytest.mark.third_party
+
+STEPS = 50
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.3),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": optax.adamw(0.05, weight_decay=0.1, mu_dtype=jnp.bfloat16),
+    "clipped lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.05)),
+}
+in_half = pytest.mark.parametrize("dtype", slow_but(["bfloat16"], HALF))
+
+
+def rounded(masters, dtype):
+    return jax.tree.map(lambda m: m.astype(dtype), masters)
+
+
+def crossing(seed, dtype):
+    """Weights of all sizes, which steps make much smaller and turn around."""
+    random = np.random.default_rng(seed)
+    sizes = 10.0 ** random.uniform(-6, 1, 64)
+    return {
+        "w": jnp.asarray(sizes * random.choice([-1, 1], 64), dtype),
+        "zero": jnp.asarray([0.0, -0.0, 1.0], dtype),
+    }
+
+
+def noise(random, weights):
+    """Gradients of the sizes of the weights: they shrink, grow and change sign."""
+    return jax.tree.map(
+        lambda w: (
+            np.float32(random.normal(size=w.shape))
+            * np.maximum(np.abs(np.float32(w)), np.float32(1e-4))
+        ),
+        weights,
+    )
+
+
+def compiled(optimizer):
+    """The optimizer as one program, so that two users of it get the same bits."""
+    return optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
+
+
+def applied_by_mpx(tx, weights, state, grads):
+    return mpx.optimizer_update(weights, tx, state, grads, True)
+
+
+def applied_by(apply):
+    def step(tx, weights, state, grads):
+        updates, state = tx.update(grads, state, weights)
+        return apply(weights, updates), state
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "dtype"),
+    [
+        ("sgd", applied_by(optax.apply_updates), "float16"),
+        ("momentum", applied_by(optax.apply_updates), "bfloat16"),
+        ("adamw", applied_by_mpx, "bfloat16"),
+        ("clipped lamb", applied_by(eqx.apply_updates), "float16"),
+    ],
+)
+def test_weights_are_the_rounded_float32_weights(name, step, dtype):
+    """Step by step, bit for bit, beside float32 weights that are rounded."""
+    inner = compiled(OPTIMIZERS[name])
+    tx = mpx.master_weights(inner)
+    weights = crossing(0, dtype)
+    masters = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    state, control = tx.init(weights), inner.init(masters)
+    random = np.random.default_rng(1)
+    for _ in range(STEPS):
+        grads = noise(random, weights)
+        weights, state = step(tx, weights, state, grads)
+        updates, control = inner.update(grads, control, masters)
+        masters = optax.apply_updates(masters, updates)
+        assert same_bits(weights, rounded(masters, dtype))
+    assert same_bits(state.masters, masters)
+    assert same_bits(state.inner_state, control)
+
+
+def test_no_array_of_updates_reaches_every_weight():
+    """Why an update is no array: nothing that is added to 1 gives this bfloat16."""
+    one, target = jnp.ones((), jnp.bfloat16), jnp.asarray(1e-5, jnp.bfloat16)
+    codes = np.arange(2**16).astype(np.uint16).view(jnp.bfloat16)
+    assert not np.any(np.asarray(one + jnp.asarray(codes)) == np.asarray(target))
+    wide = jnp.float32(1e-9) - 1  # in float32 it is missed, too
+    assert jnp.float32(1) + wide != jnp.float32(1e-9)
+    tx = mpx.master_weights(optax.sgd(1.0))
+    updates, _ = tx.update(1 - jnp.asarray(1e-9, jnp.bfloat16), tx.init(one), one)
+    assert not isinstance(updates, jax.Array)
+
+
+def train(tx, weights, steps, dtype, state=None):
+    """Through mpx's gradients; the loss has its minimum where no weight stands."""
+    policy = mpx.Policy(jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(jnp.float32))
+
+    @jax.jit
+    def step(weights, state, scaling, x, y):
+        gradient = mpx.filter_value_and_grad(loss, scaling, policy=policy)
+        result = gradient(weights, x, y)
+        return *mpx.optimizer_step(weights, tx, state, result), result.value
+
+    state = tx.init(weights) if state is None else state
+    scaling = mpx.DynamicLossScaling(2.0**4)
+    for _ in range(steps):
+        weights, state, scaling, value = step(weights, state, scaling, *batch())
+    assert int(scaling.record.skipped) == 0
+    return weights, state, float(value)
+
+
+@in_half
+def test_small_updates_are_not_lost(dtype):
+    """Updates below half a unit in the last place: half precision stands still."""
+    start = jax.tree.map(lambda w: w.astype(dtype), params())
+    # Weights of 0.1 to 1.5: half a unit is 2^-12 at least in bfloat16, a unit 2^-7 at
+    # most. One step is below the one, a hundred are above the other.
+    tiny = optax.sign_sgd({"float16": 1.2e-5, "bfloat16": 1e-4}[dtype])
+    stalled, _, plain = train(tiny, start, 100, dtype)
+    moving, state, better = train(mpx.master_weights(tiny), start, 100, dtype)
+    assert same_bits(stalled, start)
+    for before, after in zip(*map(jax.tree.leaves, (start, moving)), strict=True):
+        assert np.all(before != after)
+    assert better < plain
+    assert same_bits(moving, rounded(state.masters, dtype))
+
+
+@in_half
+def test_trajectory_of_a_float32_model_that_is_cast_on_the_fly(dtype):
+    """The same masters: both compute with rounded weights, with the same gradients."""
+    start = jax.tree.map(lambda w: w.astype(dtype), params())
+    wide = jax.tree.map(lambda w: w.astype(jnp.float32), start)
+    tx = optax.sgd(0.01, momentum=0.9)
+    _, state, _ = train(mpx.master_weights(tx), start, 50, dtype)
+    policy = f"params=float32,compute={dtype},output=float32"
+
+    @jax.jit
+    def step(weights, state, scaling):
+        gradient = mpx.filter_grad(loss, scaling, policy=mpx.get_policy(policy))
+        grads = gradient(weights, *batch()).grads
+        return mpx.optimizer_update(weights, tx, state, grads, True)
+
+    on_the_fly = tx.init(wide)
+    for _ in range(50):
+        wide, on_the_fly = step(wide, on_the_fly, mpx.StaticLossScaling(2.0**4))
+    # Not the same program, so the last bits of float32 may differ, and then, seldom, a
+    # rounded weight.
+    for master, weight in zip(
+        jax.tree.leaves(state.masters), jax.tree.leaves(wide), strict=True
+    ):
+        np.testing.assert_allclose(master, weight, rtol=2e-3)
+
+
+def mixed():
+    """Half and full precision, no array, and an integer, as an optimizer sees them."""
+    return {
+        "half": jnp.ones(3, jnp.bfloat16),
+        "other half": jnp.ones(2, jnp.float16),
+        "norm": jnp.ones(3),
+        "none": None,
+    }
+
+
+def test_float32_leaves_have_no_copy_and_none_stays_none():
+    weights, inner = mixed(), optax.adam(0.1)
+    tx = mpx.master_weights(inner)
+    state = tx.init(weights)
+    assert state.masters["norm"] is None and state.masters["none"] is None
+    assert state.masters["half"].dtype == state.masters["other half"].dtype == "float32"
+    assert all(m.dtype == "float32" for m in jax.tree.leaves(state.inner_state[0].mu))
+    grads = jax.tree.map(jnp.ones_like, weights)
+    updates, new = tx.update(grads, state, weights)
+    assert updates["norm"].dtype == "float32" and updates["none"] is None
+    for apply in (optax.apply_updates, eqx.apply_updates):
+        after = apply(weights, updates)
+        assert jax.tree.structure(after) == jax.tree.structure(weights)
+        for new_leaf, old_leaf in zip(
+            *map(jax.tree.leaves, (after, weights)), strict=True
+        ):
+            assert new_leaf.dtype == old_leaf.dtype
+    wide = mpx.cast_to_float32(weights)
+    expected, _ = inner.update(mpx.cast_to_float32(grads), inner.init(wide), wide)
+    assert same_bits(updates["norm"], expected["norm"])
+    assert same_bits(new.masters["half"], wide["half"] + expected["half"])
+
+
+def test_model_with_functions_and_integers():
+    """What is no weight is filtered out, as for any optimizer."""
+    model = {"net": eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), "n": jnp.arange(2)}
+    model = mpx.cast_to_bfloat16(model)
+    tx = mpx.master_weights(optax.adam(0.1))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def squared(model, x):
+        return jnp.sum(jax.vmap(model["net"])(x).astype(jnp.float32) ** 2)
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        with mpx.half_precision("bfloat16"):
+            gradient = mpx.filter_value_and_grad(squared, mpx.NoLossScaling())
+            result = gradient(model, x)
+        assert result.grads["net"].layers[0].weight.dtype == jnp.float32
+        return mpx.optimizer_step(model, tx, state, result)
+
+    new, state, _ = step(model, state, jnp.ones((3, 2)))
+    assert same_bits(new["n"], model["n"])
+    assert new["net"].layers[0].weight.dtype == jnp.bfloat16
+    masters = rounded(state.masters["net"].layers[0].weight, jnp.bfloat16)
+    assert same_bits(new["net"].layers[0].weight, masters)
+
+
+def test_integers_are_left_to_the_inner_optimizer():
+    weights = {"w": jnp.ones(2, jnp.float16), "n": jnp.arange(2)}
+    tx = mpx.master_weights(optax.identity())
+    state = tx.init(weights)
+    assert state.masters["n"] is None
+    updates, _ = tx.update(weights, state, weights)
+    assert updates["n"] is weights["n"]
+
+
+def test_extra_arguments_go_on():
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append(extra_args)
+        return updates, state
+
+    tx = mpx.master_weights(optax.GradientTransformationExtraArgs(dict, update))
+    tx.update({}, tx.init({}), {}, value=3)
+    assert seen == [{"value": 3}]
+
+
+@pytest.mark.slow
+def test_line_search_computes_with_the_masters():
+    def objective(w):
+        return jnp.sum((w.astype(jnp.float32) - 0.3) ** 2)
+
+    w = jnp.ones(3, jnp.bfloat16)
+    tx = mpx.master_weights(optax.lbfgs())
+    state = tx.init(w)
+
+    @jax.jit
+    def step(w, state):
+        value, grad = jax.value_and_grad(objective)(w.astype(jnp.float32))
+        updates, state = tx.update(
+            grad, state, w, value=value, grad=grad, value_fn=objective
+        )
+        return optax.apply_updates(w, updates), state
+
+    for _ in range(3):
+        w, state = step(w, state)
+    np.testing.assert_allclose(state.masters, 0.3, atol=1e-3)
+
+
+COMPOSED = {
+    "last in a chain": lambda tx: optax.chain(optax.clip(0.25), mpx.master_weights(tx)),
+    "around a chain": lambda tx: mpx.master_weights(optax.chain(optax.clip(0.25), tx)),
+    "one of many": lambda tx: optax.multi_transform(
+        {"half": mpx.master_weights(optax.chain(optax.clip(0.25), tx)), "rest": tx},
+        {"half": "half", "norm": "rest"},
+    ),
+    "around accumulation": lambda tx: mpx.master_weights(
+        optax.MultiSteps(optax.chain(optax.clip(0.25), tx), 1)
+    ),
+    "around hyperparameters": lambda tx: mpx.master_weights(
+        optax.chain(
+            optax.clip(0.25), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("compose", COMPOSED.values(), ids=COMPOSED)
+def test_composition(compose):
+    """Four steps of 1/40, which bfloat16 alone would round each time."""
+    tx = compose(optax.sgd(0.1))
+    weights = {"half": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    state, grads = tx.init(weights), jax.tree.map(jnp.ones_like, weights)
+    for _ in range(4):
+        updates, state = tx.update(grads, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    masters = jnp.ones(2)
+    for _ in range(4):
+        masters = masters - jnp.float32(0.25) * jnp.float32(0.1)
+    assert same_bits(weights["half"], masters.astype(jnp.bfloat16))

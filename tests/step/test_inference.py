@@ -1,0 +1,270 @@
+"""`mpx.inference`: what is computed with a state is what the training computes."""
+
+import contextlib
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpx
+
+from ..helpers import slow_but
+from ..registries import RECIPES, STATELESS
+
+ROWS, CLASSES = 64, 10
+RECIPE = mpx.DelayedScaling(warm_start=True)
+
+
+def mlp():
+    return eqx.nn.MLP(16, CLASSES, 32, 2, key=jax.random.key(0))
+
+
+def features(model, x):
+    """Of the second layer, the last product of a function that returns them."""
+    return jax.vmap(lambda x: model.layers[1](jax.nn.relu(model.layers[0](x))))(x)
+
+
+def head(model, hidden):
+    for layer in model.layers[2:]:
+        hidden = jax.vmap(layer)(jax.nn.relu(hidden))
+    return hidden
+
+
+def predict(model, x):
+    return head(model, features(model, x))
+
+
+def loss(model, x, labels):
+    return -jnp.mean(jax.nn.log_softmax(predict(model, x))[jnp.arange(ROWS), labels])
+
+
+def as_in_training(model, x, labels):
+    """The loss, and beside it what its own forward pass has computed."""
+    hidden = features(model, x)
+    logits = head(model, hidden)
+    rows = jax.nn.log_softmax(logits)[jnp.arange(ROWS), labels]
+    return -jnp.mean(rows), (hidden, logits)
+
+
+def in_another_scope(model, x):
+    with jax.named_scope("evaluation"):
+        return predict(model, x)
+
+
+def log_likelihood(model, x):
+    """One number for each row, as a function that scores candidates returns it."""
+    return jnp.max(jax.nn.log_softmax(predict(model, x)), axis=-1)
+
+
+@pytest.fixture
+def data():
+    x = 3 * jax.random.normal(jax.random.key(1), (ROWS, 16))
+    return x, jnp.arange(ROWS) % CLASSES
+
+
+@pytest.fixture(params=slow_but([], ["delayed", *STATELESS]))
+def trained(request, data):
+    """A recipe, and the model and scaling after two steps."""
+    recipe, model = RECIPES[request.param], mlp()
+    func = mpx.autocast(loss, recipe=recipe)
+    scaling = mpx.init_scaling(func, model, *data)
+
+    @eqx.filter_jit
+    def step(scaling, model):
+        scaling, _, grads = mpx.filter_grad(func, scaling)(model, *data)
+        return scaling, eqx.apply_updates(
+            model, jax.tree.map(lambda g: -0.1 * g, grads)
+        )
+
+    for _ in range(2):
+        scaling, model = step(scaling, model)
+    return recipe, model, scaling
+
+
+def test_logits_and_features_are_those_of_the_forward_pass_of_the_training(
+    trained, data
+):
+    recipe, model, scaling = trained
+    x, labels = data
+
+    def computed(func, *args):
+        func = mpx.inference(mpx.autocast(func, recipe=recipe), scaling)
+        return eqx.filter_jit(func)(model, *args)
+
+    value, (hidden, logits) = computed(as_in_training, x, labels)
+    assert value == computed(loss, x, labels)
+    assert np.array_equal(computed(features, x), hidden)
+    assert np.array_equal(computed(in_another_scope, x), logits)
+    assert np.array_equal(computed(head, hidden), logits)
+    expected = jnp.max(jax.nn.log_softmax(logits), axis=-1)
+    assert np.allclose(computed(log_likelihood, x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", slow_but(["current"], ["current", "nvfp4"]))
+def test_logits_are_those_of_the_training_without_a_state_too(name, data):
+    """Of a recipe that needs none: the final projection is the same product."""
+    x, labels = data
+    wrap = functools.partial(mpx.autocast, recipe=RECIPES[name])
+    logits = wrap(as_in_training)(mlp(), x, labels)[1][1]
+    assert np.array_equal(wrap(predict)(mlp(), x), logits)
+
+
+@pytest.mark.slow
+def test_a_generator_samples_as_its_discriminator_saw_it(data):
+    """Its last product goes into others in the training, and into none alone."""
+    x, _ = data
+    both = {
+        "generator": mlp(),
+        "judge": eqx.nn.MLP(CLASSES, 1, 32, 2, key=jax.random.key(2)),
+    }
+
+    def generated(both, noise):
+        return jax.vmap(both["generator"])(noise)
+
+    def judged(both, noise):
+        fake = generated(both, noise)
+        return jnp.mean(jax.nn.softplus(-jax.vmap(both["judge"])(fake))), fake
+
+    recipe = mpx.Float8CurrentScaling()
+    train = mpx.autocast(judged, recipe=recipe)
+    scaling = mpx.init_scaling(train, both, x)
+    sample = mpx.inference(mpx.autocast(generated, recipe=recipe), scaling)
+    assert np.array_equal(sample(both, x), train(both, x)[1])
+
+
+@pytest.mark.slow
+def test_a_scan_over_layers_is_evaluated_as_it_trains(data):
+    x, _ = data
+    weights = jax.random.normal(jax.random.key(3), (3, 16, 16)) / 4
+
+    def features(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    def loss(weights, x):
+        last = features(weights, x)
+        return jnp.sum(last @ weights[0]), last
+
+    for recipe in (mpx.DelayedScaling(warm_start=True), mpx.MXFP8BlockScaling()):
+        train = mpx.autocast(loss, recipe=recipe)
+        scaling = mpx.init_scaling(train, weights, x)
+        alone = mpx.inference(mpx.autocast(features, recipe=recipe), scaling)
+        expected = mpx.inference(train, scaling)(weights, x)[1]
+        assert np.array_equal(alone(weights, x), expected)
+
+
+@pytest.mark.slow
+def test_flax_nnx_predicts_as_it_trains(data):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 32, rngs=rngs)
+            self.second = nnx.Linear(32, 32, rngs=rngs)
+            self.last = nnx.Linear(32, CLASSES, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(jnp.tanh(self.second(jnp.tanh(self.first(x)))))
+
+    x, _ = data
+    net = Net(nnx.Rngs(0))
+    recipe = mpx.DelayedScaling(warm_start=True)
+
+    def loss(net, x):
+        logits = net(x)
+        return jnp.mean(logits**2), logits
+
+    train = mpx.autocast(loss, recipe=recipe)
+    scaling = mpx.init_scaling(train, net, x)
+    predict = mpx.inference(mpx.autocast(lambda net, x: net(x), recipe=recipe), scaling)
+    assert np.array_equal(predict(net, x), mpx.inference(train, scaling)(net, x)[1])
+
+
+def test_a_state_of_another_model_is_refused(data):
+    x, labels = data
+    recipe = mpx.Float8CurrentScaling()
+    scaling = mpx.init_scaling(mpx.autocast(loss, recipe=recipe), mlp(), x, labels)
+    other = mpx.autocast(lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"], recipe=recipe)
+    weights = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}
+    with pytest.raises(ValueError, match=r"state of this model.*layers\[0\].*'a'"):
+        mpx.inference(other, scaling)(weights, x)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "width", "depth"),
+    [
+        (RECIPE, 64, 2),
+        (RECIPE, 32, 1),
+        (RECIPE, 32, 3),
+        (mpx.Float8CurrentScaling(), 32, 3),
+    ],
+)
+def test_a_state_of_a_model_of_another_size_is_refused(data, recipe, width, depth):
+    x, labels = data
+    train = mpx.autocast(loss, recipe=recipe)
+    other = eqx.nn.MLP(16, CLASSES, width, depth, key=jax.random.key(0))
+    state = mpx.init_scaling(train, other, x, labels)
+    refused = pytest.raises(ValueError, match="state of this model; got .* made for")
+    with refused:
+        mpx.inference(train, state)(mlp(), x, labels)
+    if recipe is RECIPE:
+        with refused:
+            mpx.filter_value_and_grad(train, state)(mlp(), x, labels)
+
+
+def test_a_state_of_a_scan_of_another_length_is_refused():
+    def loss(weights, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return jnp.mean(x)
+
+    func, x = mpx.autocast(loss, recipe=RECIPE), jnp.ones((4, 16))
+    state = mpx.init_scaling(func, jnp.ones((3, 16, 16)), x)
+    for call in (mpx.inference, mpx.value_and_grad):
+        with pytest.raises(ValueError, match=r"the shape \(3, 16, 16\), which is \(2,"):
+            call(func, state)(jnp.ones((2, 16, 16)), x)
+
+
+def test_a_state_with_scales_for_more_weights_is_refused_in_training():
+    """An evaluation may have no use for some of the weights."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    func, x = mpx.autocast(loss, recipe=RECIPE), jnp.ones((4, 16))
+    state = mpx.init_scaling(func, [jnp.ones((16, 16))] * 4, x)
+    with pytest.raises(ValueError, match=r"scales for `\[2\]`, which the function has"):
+        mpx.value_and_grad(func, state)([jnp.ones((16, 16))] * 2, x)
+    mpx.inference(func, state)([jnp.ones((16, 16))] * 2, x)
+
+
+def test_a_function_without_the_recipe_is_refused(data):
+    """It would be evaluated in float32, or in half precision."""
+    args = mlp(), *data
+    state = mpx.init_scaling(mpx.autocast(loss, recipe=RECIPE), *args)
+
+    def traced(func):
+        eqx.filter_eval_shape(mpx.inference(func, state), *args)
+
+    with pytest.raises(ValueError, match="this one is not an autocast function"):
+        traced(loss)
+    with pytest.raises(ValueError, match="this one has no recipe"):
+        traced(mpx.autocast(loss))
+    traced(mpx.autocast(loss, recipe=RECIPE, enabled=False))
+    traced(mpx.autocast(lambda model, x, _: 2 * x, recipe=RECIPE))  # no product
+
+
+@pytest.mark.slow
+def test_a_state_that_has_seen_no_step_is_a_warning(data):
+    x, labels = data
+    for recipe, warns in (
+        (mpx.DelayedScaling(), True),
+        (mpx.DelayedScaling(warm_start=True), False),
+    ):
+        func = mpx.autocast(loss, recipe=recipe)
+        scaling = mpx.init_scaling(func, mlp(), x, labels)
+        said = pytest.warns(UserWarning, match="before its first step")
+        with said if warns else contextlib.nullcontext():
+            eqx.filter_eval_shape(mpx.inference(func, scaling), mlp(), x, labels)

@@ -1,0 +1,1 @@
+"""Tests of the tools: explain, blame, monitor, compare, expect, forecast, guard."""
