@@ -67,15 +67,15 @@ from ._memory import compress_state as compress_state
 from ._memory import full_state as full_state
 from ._memory import state_bytes as state_bytes
 from ._step import check as check
-from ._tools._guard import guard as guard
-from ._tools._inspect import explain as explain
-from ._tools._blame import blame as blame
-from ._tools._watch import monitor as monitor
-from ._tools._watch import compare as compare
-from ._tools._expect import expect as expect
-from ._tools._watch import expect_close as expect_close
 
 if _TYPE_CHECKING:
+    from ._tools._guard import guard as guard
+    from ._tools._inspect import explain as explain
+    from ._tools._blame import blame as blame
+    from ._tools._watch import monitor as monitor
+    from ._tools._watch import compare as compare
+    from ._tools._expect import expect as expect
+    from ._tools._watch import expect_close as expect_close
     from ._tools._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
     from . import quantization as quantization, reports as reports
@@ -146,20 +146,30 @@ __all__ = [
     "forecast",
 ]
 
-# Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
+# Imported at first use: most programs need none, and `nnx` imports Flax.
 _MODULES = ("compat", "contrib", "nn", "nnx", "quantization", "reports")
-_FUNCTIONS = {"forecast": "._forecast"}
+_TOOLS = {
+    "guard": "._tools._guard",
+    "explain": "._tools._inspect",
+    "blame": "._tools._blame",
+    "monitor": "._tools._watch",
+    "compare": "._tools._watch",
+    "expect": "._tools._expect",
+    "expect_close": "._tools._watch",
+    "forecast": "._tools._forecast",
+}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_FUNCTIONS})
+    return sorted({*globals(), *_MODULES, *_TOOLS})
 
 
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
-    if name in _FUNCTIONS:
-        return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
+    if name in _TOOLS:
+        tool = getattr(_importlib.import_module(_TOOLS[name], __name__), name)
+        return globals().setdefault(name, tool)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()
