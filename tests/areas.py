@@ -19,7 +19,7 @@ AREAS = {
     "_cpu_convolution.py": "tests/test_cpu_products.py",
     "_cpu_form.py": "tests/test_cpu_products.py tests/test_xla.py",
     "_cpu_products.py": "tests/test_cpu_products.py tests/test_xla.py",
-    "_forced.py": "tests/test_forced.py tests/test_x64.py",
+    "_forced.py": "tests/test_forced.py tests/test_x64.py tests/test_bad_input.py",
     "_forced_program.py": "tests/test_forced.py",
     "_fused_operation.py": "tests/nn tests/inspect tests/autocast/test_kernels.py",
     "_jax_compat.py": "tests/test_xla.py tests/program tests/test_function.py "
@@ -33,13 +33,14 @@ AREAS = {
     # Values, dtypes and functions.
     "__init__.py": "tests/test_repository.py tests/test_registries.py "
     "tests/test_paper.py",
-    "_cast.py": "tests/test_cast.py tests/test_paper.py",
+    "_cast.py": "tests/test_cast.py tests/test_paper.py tests/test_bad_input.py",
     "_dtypes.py": "tests/test_dtypes.py tests/test_cast.py tests/test_x64.py",
     "_errors.py": "tests/test_bad_input.py tests/test_bad_gradients.py "
     "tests/nnx/test_bad_input.py tests/quantize/test_bad_input.py",
-    "_function.py": "tests/test_function.py",
+    "_function.py": "tests/test_function.py tests/test_bad_input.py",
     "_nnx_graph": "tests/nnx",
-    "_policy.py": "tests/test_policy.py tests/grad/test_options.py",
+    "_policy.py": "tests/test_policy.py tests/grad/test_options.py "
+    "tests/test_bad_input.py",
     "_tree.py": "tests/test_tree.py tests/test_cast.py tests/test_bad_input.py",
     "_typing.py": "tests/test_function.py tests/test_cast.py",
     "_wraps.py": "tests/test_function.py tests/test_forced.py "
@@ -66,24 +67,25 @@ AREAS = {
     "tests/few_bits",
     "_new_weight.py": "tests/master_weights tests/few_bits/test_small_weights.py "
     "tests/few_bits/test_together.py",
-    "_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py",
+    "_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py "
+    "tests/test_bad_input.py",
     "_skipped.py": "tests/few_bits tests/master_weights",
     "_state_bytes.py": "tests/few_bits",
     "_wire": "tests/benchmarks/test_wire.py tests/test_devices.py tests/grad "
     "tests/test_stored_products.py",
     # Tools.
     "__main__.py": "tests/test_main.py",
-    "_blame": "tests/blame tests/test_tools_on_targets.py",
+    "_blame": "tests/blame tests/test_tools_on_targets.py tests/test_bad_input.py",
     "_contract": "tests/contract",
     "_counter": "tests/forecast tests/contract/test_hlo.py tests/benchmarks",
     "_doctor.py": "tests/test_main.py",
     "_forecast": "tests/forecast tests/test_tools_on_targets.py",
     "_guard.py": "tests/test_guard.py tests/faults",
     "_hlo_text.py": "tests/contract tests/forecast/test_counting.py",
-    "_inspect": "tests/inspect tests/test_tools_on_targets.py",
+    "_inspect": "tests/inspect tests/test_tools_on_targets.py tests/test_bad_input.py",
     "_report_files.py": "tests/inspect/test_page.py tests/forecast/test_report.py "
     "tests/blame/test_blame.py",
-    "_watch": "tests/watch tests/test_tools_on_targets.py",
+    "_watch": "tests/watch tests/test_tools_on_targets.py tests/test_bad_input.py",
     "reports.py": "tests/test_repository.py tests/test_registries.py",
     # Public packages.
     "compat": "tests/compat tests/test_paper.py",
