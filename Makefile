@@ -7,7 +7,7 @@
 ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
-.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda wheel docs serve venv lint format types layers pytest \
+.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda wheel docs serve venv lint format types layers unsure pytest \
 	test-newest test-newest-part newest-part-venv newest-venv torch-venv test-oldest-part oldest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -143,6 +143,9 @@ layers: $(ALL) ## Check that imports only go down the layers
 	@echo '== layers (import-linter)'
 	@$(BIN)/lint-imports --no-logo
 
+unsure: ## List what was guessed: the comments `# unsure: why`
+	@grep -rn --include='*.py' '# unsure:' mpx examples benchmarks || echo 'None.'
+
 pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/settings/test_cast.py -k keys"
 	@echo '== tests and doctests (pytest)'
 	@$(BIN)/python -m pytest $(ARGS)
@@ -234,5 +237,5 @@ lock: ## Write constraints.txt anew with the newest versions
 
 clean: ## Delete environments, caches and what was built; runs/ stays
 	rm -rf .venv .venv-* site .jax_cache .hypothesis \
-		.pytest_cache .ruff_cache .import_linter_cache build dist
+		.pytest_cache .ruff_cache .reached_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Plants small faults in the core, one at a time, and says which ones tests notice.
+"""Plants small faults in `mpx`, one at a time, and says which ones tests notice.
 
     python -m tests.planted --seed 0 --count 40
 
@@ -25,33 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests import reached
+from tests.areas import AREAS, ROOT, files_of
 
-ROOT = Path(__file__).resolve().parents[1]
-# Which tests look at which part of the package.
-AREAS = {
-    "_autocast": "tests/autocast tests/step/test_inference.py tests/recipe_state/test_weight_amaxes.py "
-    "tests/recipe_state/test_recipe_state.py tests/step/test_recipe_scaling.py "
-    "tests/tools/inspect/test_decisions.py tests/benchmarks/test_wire.py",
-    "_program": "tests/program tests/autocast",
-    "_quantize": "tests/quantize tests/autocast tests/reference",
-    "_recipe_state": "tests/recipe_state/test_recipe_state.py tests/recipe_state/test_weight_amaxes.py "
-    "tests/autocast tests/step/test_recipe_scaling.py tests/step/test_inference.py",
-    "_scaling": "tests/step/test_recipe_scaling.py tests/step/test_inference.py "
-    "tests/step/test_init_scaling.py tests/test_bad_input.py",
-    "_grad": "tests/step tests/step/test_bad_gradients.py tests/test_bad_input.py",
-    "_loss_scaling": "tests/loss_scaling/test_loss_scaling.py tests/loss_scaling/test_state.py tests/step "
-    "tests/test_bad_input.py",
-    "_memory/_master_weights.py": "tests/memory tests/stored_weights/test_stored_weights.py "
-    "tests/memory",
-    "_stored_weights.py": "tests/stored_weights/test_stored_weights.py tests/stored_weights/test_stored_products.py",
-    "_step/_optimizer.py": "tests/step/test_optimizer.py tests/step/test_step_checks.py",
-    "_few_bits": "tests/memory",
-    "_blame": "tests/tools/blame",
-    "_watch": "tests/tools/watch",
-    "_inspect": "tests/tools/inspect",
-    "_nnx_graph": "tests/nnx",
-    "nnx": "tests/nnx",
-}
 # Those that see most, of many that a fault could change.
 SHARP = "tests/autocast/test_emitted.py"
 QUIET = ["-q", "-n2", "-p", "no:cacheprovider", "--no-header"]
@@ -68,12 +43,6 @@ class Fault(NamedTuple):
     words: str
     decisive: ast.AST
     held: bool
-
-
-def parts_of(area: str) -> list[Path]:
-    """The files of an area."""
-    path = ROOT / "mpx" / area
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def faults_in(source: str) -> Iterator[Fault]:
@@ -118,25 +87,10 @@ def drawn(seed: int, count: int, areas: list[str]) -> list[Drawn]:
     every = [
         (area, file, fault)
         for area in areas
-        for file in parts_of(area)
+        for file in files_of(area)
         for fault in faults_in(file.read_text())
     ]
     return random.Random(seed).sample(every, count)
-
-
-def record(copy: Path, folder: Path, areas: set[str]) -> None:
-    """Runs the tests of areas, and records what they reach."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tests = sorted({test for area in areas for test in AREAS[area].split()})
-    # Without jaxtyping's hook, which compiles mpx as well.
-    options = [*QUIET, "-p", "tests.reached", "-o", "addopts=--import-mode=importlib"]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), reached.FOLDER: str(folder)},
-        stdout=sys.stderr,
-        check=False,
-    )
 
 
 def tests_for(found: Drawn, records: dict[tuple[str, bool], list[str]]) -> list[str]:
@@ -206,11 +160,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "site")
+            ROOT,
+            copy,
+            ignore=shutil.ignore_patterns(
+                ".venv*", ".git", ".reached_cache", "runs", "site"
+            ),
         )
         kept = told.record or Path(folder) / "record"
         if not told.tests and not any(kept.glob("*.json")):
-            record(copy, kept.resolve(), {area for area, _, _ in found})
+            tests = {test for area, _, _ in found for test in AREAS[area].split()}
+            reached.record(copy, kept.resolve(), sorted(tests))
         records = reached.read(kept)
         noticed = []
         for each in found:

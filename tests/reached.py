@@ -1,8 +1,9 @@
-"""Records which tests a planted fault could change; a plugin for `tests.planted`.
+"""Records which tests reach a line; a plugin for `tests.planted` and `tests.of`.
 
-Conditions and statements of mpx are compiled with a note in front of each: which one it
-is, and whether it held. So a condition that never fails is found in one run of the
-tests, for all faults at once, and a fault is tried with the tests that it may change.
+Conditions, statements and functions of mpx are compiled with a note in front of each:
+which one it is, and whether it held. So a condition that never fails is found in one
+run of the tests, for all planted faults at once, and a fault is tried with the tests
+that it may change.
 """
 
 import ast
@@ -10,6 +11,7 @@ import builtins
 import importlib.machinery
 import json
 import os
+import subprocess
 import sys
 import types
 from collections import defaultdict
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "MPX_REACHED"  # the variable of the environment with the folder of records
+Key = tuple[str, bool]  # a noted place, and whether it held
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _PLACES: list[str] = []
 _NOW: set[tuple[int, bool]] = set()
 _TESTS: dict[tuple[int, bool], list[str]] = defaultdict(list)
@@ -70,6 +74,15 @@ class _Noting(ast.NodeTransformer):
         self.generic_visit(node)
         true = ast.copy_location(ast.Constant(True), node)
         return [ast.copy_location(ast.Expr(self._note(node, true)), node), node]
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        self.generic_visit(node)
+        true = ast.copy_location(ast.Constant(True), node.body[0])
+        note = ast.copy_location(ast.Expr(self._note(node, true)), node.body[0])
+        node.body.insert(int(ast.get_docstring(node) is not None), note)
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
 
 def _held(place: int, value: Any) -> Any:
@@ -132,12 +145,76 @@ def pytest_sessionfinish() -> None:
     file.write_text(json.dumps({"found": found, "seconds": _SECONDS}))
 
 
+def where(file: str, source: str, line: int) -> tuple[str, Key | None]:
+    """Returns the function or class of a line, and the note that decides if it runs.
+
+    The note is the nearest one, and None if importing the file runs the line.
+    """
+    node: ast.AST = ast.parse(source)
+    names: list[str] = []
+    key: Key | None = None
+    while True:
+        for field in ("body", "orelse", "handlers", "finalbody"):
+            block: list[ast.AST] = getattr(node, field, [])
+            found = [i for i, each in enumerate(block) if _holds(each, line)]
+            if found:
+                break
+        else:
+            return ".".join(names), key
+        if isinstance(node, ast.If):
+            key = place_of(file, node.test), field == "body"
+        for each in block[: found[0]]:
+            if isinstance(each, ast.If) and _leaves(each):
+                key = place_of(file, each.test), False
+        node = block[found[0]]
+        if isinstance(node, _FUNCTION | ast.ClassDef):
+            names.append(node.name)
+        if isinstance(node, _FUNCTION | ast.AugAssign) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ):
+            key = place_of(file, node), True
+
+
+def _holds(node: Any, line: int) -> bool:
+    nodes = (node, *getattr(node, "decorator_list", []))
+    return min(n.lineno for n in nodes) <= line <= node.end_lineno
+
+
+def _leaves(node: ast.If) -> bool:
+    """Whether what comes after a condition runs only if it does not hold."""
+    exits = ast.Return | ast.Raise | ast.Continue | ast.Break
+    return isinstance(node.body[-1], exits) and not node.orelse
+
+
+def record(checkout: Path, folder: Path, tests: list[str], processes: int = 2) -> None:
+    """Runs tests in a checkout, and keeps in a folder what they reach."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet = ["-q", f"-n{processes}", "-p", "no:cacheprovider", "--no-header"]
+    # Without jaxtyping's hook, which compiles mpx as well.
+    plugin = ["-p", "tests.reached", "-o", "addopts=--import-mode=importlib"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *quiet, *plugin, *tests],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout), FOLDER: str(folder)},
+        stdout=2,  # the standard error
+        check=False,
+    )
+
+
+def _records(folder: Path) -> list[Any]:
+    return [json.loads(file.read_text()) for file in folder.glob("*.json")]
+
+
+def seconds_of(folder: Path) -> dict[str, float]:
+    """Returns how long each test of a record took."""
+    return {k: v for each in _records(folder) for k, v in each["seconds"].items()}
+
+
 def read(folder: Path) -> dict[tuple[str, bool], list[str]]:
     """The tests, quick ones first, by the place that they reach and whether it held."""
-    records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    seconds = {k: v for each in records for k, v in each["seconds"].items()}
+    seconds = seconds_of(folder)
     found: dict[tuple[str, bool], set[str]] = defaultdict(set)
-    for each in records:
+    for each in _records(folder):
         for place, held, tests in each["found"]:
             found[place, held].update(tests)
     return {k: sorted(v, key=lambda t: seconds.get(t, 0.0)) for k, v in found.items()}
