@@ -1,5 +1,7 @@
 """Counting memory and traffic of programs whose counts are known by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,44 +38,25 @@ def shaped(*shape, dtype=np.float32):
 )
 def test_bytes_of_shape(text, size):
     assert counter.bytes_of_shape(text) == size
-
-
-def test_unknown_type_is_an_error():
     with pytest.raises(ValueError, match=r"must be a known HLO type; got 'q7'"):
         counter.bytes_of_shape("q7[3]")
 
 
 def test_memory_counts_donated_buffers_once():
-    def add_one(x):
-        return x + 1
-
     for options, times in (({}, 2), ({"donate_argnums": 0}, 1)):
-        compiled = jax.jit(add_one, **options).lower(shaped(1000)).compile()
+        compiled = jax.jit(lambda x: x + 1, **options).lower(shaped(1000)).compile()
         found = counts.count(compiled, {})
         assert found["memory"] == times * 1000 * FLOAT + found["temporaries"]
 
 
-def test_cost_analysis_gives_traffic():
+def test_cost_analysis_gives_traffic_or_else_operands_and_results():
     compiled = jax.jit(jnp.dot).lower(shaped(8, 16), shaped(16, 4)).compile()
     traffic = counts.count(compiled, {})["traffic"]
     assert traffic == (8 * 16 + 16 * 4 + 8 * 4) * FLOAT
-
-
-class WithoutCostAnalysis:
-    """What a CUDA executable looks like: no cost analysis."""
-
-    def __init__(self, compiled):
-        self.compiled = compiled
-        self.memory_analysis, self.as_text = compiled.memory_analysis, compiled.as_text
-
-    def cost_analysis(self):
-        return None
-
-
-def test_falls_back_to_operands_and_results():
     compiled = jax.jit(lambda x: x * 2).lower(shaped(100)).compile()
-    found = counts.count(WithoutCostAnalysis(compiled), {})
-    assert found["traffic"] == 2 * 100 * FLOAT
+    like_cuda = SimpleNamespace(cost_analysis=lambda: None, as_text=compiled.as_text)
+    like_cuda.memory_analysis = compiled.memory_analysis
+    assert counts.count(like_cuda, {})["traffic"] == 2 * 100 * FLOAT
 
 
 MODULE = """
@@ -132,6 +115,8 @@ def test_loops_branches_and_copies(trips, times):
     copy = 2 * 10 * FLOAT + 4
     branch = 4 * 10 * FLOAT  # the larger one
     assert counts.operand_and_result_bytes(text) == loop + copy + branch
+    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+        counts.operand_and_result_bytes("nothing here")
 
 
 def test_a_compiled_loop_counts_its_trips():
@@ -150,31 +135,21 @@ def test_a_compiled_loop_counts_its_trips():
     assert abs(program(10) - program(5) - 5 * trip) < 5 * 100
 
 
-def test_module_without_entry_is_an_error():
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
-        counts.operand_and_result_bytes("nothing here")
-
-
 def test_fingerprint_sees_the_program_and_not_its_place():
     def double(x):
         return x * 2
-
-    def lower(function, **options):
-        return jax.jit(function).lower(shaped(3), **options)
-
-    here = fingerprint(lower(double))
-    device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    placed = jax.ShapeDtypeStruct((3,), np.float32, sharding=device)
-    assert fingerprint(jax.jit(double).lower(placed)) == here
-    traced = jax.jit(double).trace(shaped(3))
-    elsewhere = traced.lower(lowering_platforms=("cuda",))
-    assert fingerprint(elsewhere) == here
 
     def triple(x):
         return x * 3
 
     triple.__name__ = "double"
-    assert fingerprint(lower(triple)) != here
+    here = fingerprint(jax.jit(double).lower(shaped(3)))
+    device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    placed = jax.ShapeDtypeStruct((3,), np.float32, sharding=device)
+    assert fingerprint(jax.jit(double).lower(placed)) == here
+    traced = jax.jit(double).trace(shaped(3))
+    assert fingerprint(traced.lower(lowering_platforms=("cuda",))) == here
+    assert fingerprint(jax.jit(triple).lower(shaped(3))) != here
 
 
 @filter_deprecation
@@ -187,9 +162,8 @@ def test_fingerprint_sees_a_kernel_and_not_its_lines():
         exec(compile(code, f"file_{lines}.py", "exec"), names)
 
         def call(x):
-            params = triton.CompilerParams()
-            kernel = names["kernel"]
-            return pl.pallas_call(kernel, out_shape=x, compiler_params=params)(x)
+            options = {"compiler_params": triton.CompilerParams(), "out_shape": x}
+            return pl.pallas_call(names["kernel"], **options)(x)
 
         return lowered_for_b200(call, shaped(16))
 

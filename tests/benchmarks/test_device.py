@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,12 +18,12 @@ from benchmarks.device.plan import Case
 from benchmarks.peers.environment import REPOSITORY
 
 # One case of each kind, and one arm that is there in no library.
+TINY = Case("steps", "paper tiny", 4, "float32", "float32", 1)
+LAYERS = Case("steps", "layers", 32, "current", "naive bfloat16", 0, (16, 32, 16))
 FEW = {
     "steps": [
-        Case("steps", "layers", 32, "current", "naive bfloat16", 0, (16, 32, 16)),
-        Case("steps", "paper tiny", 4, "float32", "float32", 1),
-        Case("steps", "paper tiny", 4, "of nobody", "float32", 1),
-        Case("steps", "paper tiny", 4, "MPX float16", "float32", 1, side="peers"),
+        *(LAYERS, TINY, dataclasses.replace(TINY, arm="of nobody")),
+        dataclasses.replace(TINY, arm="MPX float16", side="peers"),
     ],
     "workloads": [
         Case("workloads", "tiny ffn", arm="FP8 by hand", base="naive bfloat16")
@@ -41,16 +42,9 @@ def few(monkeypatch):
 
 
 def make(out, seconds=3000.0, **options):
-    return session.Session(
-        console=Console(quiet=True),
-        out=out,
-        command="python -m benchmarks device --tiny",
-        commit="abc",
-        until=time.monotonic() + seconds,
-        platform="cpu",
-        sizes=plan.TINY,
-        **options,
-    )
+    options |= {"console": Console(quiet=True), "commit": "abc", "platform": "cpu"}
+    options |= {"command": "python -m benchmarks device --tiny", "sizes": plan.TINY}
+    return session.Session(out=out, until=time.monotonic() + seconds, **options)
 
 
 def work_here(side, request, peers, **options):
@@ -94,15 +88,14 @@ def test_a_run_on_a_device_measures_everything_and_shows_it(tmp_path, monkeypatc
 
 def run_until_killed(out, enough):
     """The command itself, killed without warning when its file says `enough`."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks", "device", "--platform", "cpu", "--tiny"]
         + ["--parts", "products", "--commit", "abc", "--out", str(out)],
         cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        **quiet,
     )
-    path = Path(out) / "device-cpu.json"
-    start = time.monotonic()
+    path, start = Path(out) / "device-cpu.json", time.monotonic()
     while process.poll() is None and time.monotonic() < start + 1000:
         if path.is_file() and enough(json.loads(path.read_text())):
             break
@@ -149,57 +142,50 @@ ABOUT_A100 = ({"started": 0}, {"case": 0, "record": {"memory_limit": 1}})
 def test_the_case_that_ends_a_worker_is_blamed_and_the_others_go_on(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(processes, "ask", answers(*ABOUT_A100))
-    one = make(tmp_path)
+    def answer(*lines):
+        monkeypatch.setattr(processes, "ask", answers(*lines))
+
+    answer(*ABOUT_A100)
+    one, steps = make(tmp_path), FEW["steps"]
     found = one._begin()
     ended = processes.WorkerError("the worker ended with status -6")
-    crash = answers({"started": 0}, {"case": 0, "record": {}}, {"started": 1}, ended)
-    monkeypatch.setattr(processes, "ask", crash)
-    done = one._work(found, FEW["steps"][:3], one.until)
-    assert done == FEW["steps"][:2]
+    answer({"started": 0}, {"case": 0, "record": {}}, {"started": 1}, ended)
+    assert one._work(found, steps[:3], one.until) == steps[:2]
     assert "status -6" in found.records[-1]["error"]
     assert "unfinished" not in found.records[-1]
 
     # Where time was over, it is tried again, after all others.
-    monkeypatch.setattr(processes, "ask", answers({"started": 0}, ended))
-    one._work(found, FEW["steps"][2:3], time.monotonic())
+    answer({"started": 0}, ended)
+    one._work(found, steps[2:3], time.monotonic())
     assert found.records[-1]["unfinished"]
-    left = one._missing(found, "steps")
-    assert left == [*FEW["steps"][3:], FEW["steps"][2]]
+    assert one._missing(found, "steps") == [*steps[3:], steps[2]]
 
     # Where none had begun, none of them can be measured, unless time was over.
-    monkeypatch.setattr(processes, "ask", answers(ended))
-    assert one._work(found, FEW["steps"][3:4], time.monotonic()) == []
-    monkeypatch.setattr(processes, "ask", answers(ended))
-    assert one._work(found, FEW["steps"][3:4], one.until) == FEW["steps"][3:4]
+    answer(ended)
+    assert one._work(found, steps[3:4], time.monotonic()) == []
+    assert one._work(found, steps[3:4], one.until) == steps[3:4]
     assert "status -6" in found.records[-1]["error"]
 
 
 def test_results_of_other_versions_are_not_continued(tmp_path, monkeypatch):
+    one = dataclasses.replace(make(tmp_path), platform="gpu")
+    assert one.run(plan.PARTS) is None  # nothing is measured without a GPU
+    assert not list(tmp_path.iterdir())
     monkeypatch.setattr(processes, "ask", answers(*ABOUT_A100))
     found = make(tmp_path)._begin()
     assert found.name == "device-a100" and found.device == "measured on A100"
     found.versions["ours"] = {"jax": "0"}
     found.write(tmp_path)
-    with pytest.raises(
-        RuntimeError, match=r"device-a100.json was .*`--fresh` measures"
-    ):
+    match = r"device-a100.json was .*`--fresh` measures"
+    with pytest.raises(RuntimeError, match=match):
         make(tmp_path)._begin()
     assert make(tmp_path, fresh=True)._begin().versions["ours"] == {"jax": "1"}
 
 
-def test_nothing_is_measured_without_a_gpu(tmp_path):
-    one = dataclasses.replace(make(tmp_path), platform="gpu")
-    assert one.run(plan.PARTS) is None
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_worker_that_says_nothing_is_killed():
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"],
-        text=True,
-        stdout=subprocess.PIPE,
-    )
+    code = "import time; print(1, flush=True); time.sleep(60)"
+    pipe = {"text": True, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipe)
     patience = iter([60.0, 0.2])
     lines = processes.read_lines(process, lambda: next(patience))
     assert next(lines) == "1\n"
@@ -209,14 +195,11 @@ def test_a_worker_that_says_nothing_is_killed():
 
 
 def test_what_the_device_has_no_units_for_is_skipped():
-    class Device:
-        compute_capability = "9.0"
-
-    one = measure.Worker({}, Device(), plan.TINY, emulate=False)
+    device = SimpleNamespace(compute_capability="9.0")
+    one = measure.Worker({}, device, plan.TINY, emulate=False)
     case = Case("steps", "layers", 32, "nvfp4", "naive bfloat16", 0, (16, 16))
-    assert one.record(case)["skipped"] == (
-        "the device has no units for it: compute capability 9.0, needed 10.0"
-    )
+    reason = "the device has no units for it: compute capability 9.0, needed 10.0"
+    assert one.record(case)["skipped"] == reason
     missing = dataclasses.replace(case, arm="Qwix fp8")
     found = measure.importlib.util.find_spec("qwix")
     skipped = one.record(missing).get("skipped")
@@ -242,44 +225,28 @@ def test_every_arm_of_the_plan_exists():
 
 def test_goals_hold_for_the_device_that_they_were_said_of():
     found = results.Results("device-x", "test", "measured on NVIDIA H200")
-    for arm, model, base in (
-        ("delayed", "layers", "naive bfloat16"),
-        ("autocast bfloat16", "paper base", "float32"),
-        ("naive bfloat16", "paper base", "float32"),
+    times = {"base_seconds": [1.7, 1.75], "seconds": [1.0, 1.0], "part": "steps"}
+    for case in (
+        {"arm": "delayed", "model": "layers", "base": "naive bfloat16"},
+        {"arm": "autocast bfloat16", "model": "paper base", "base": "float32"},
+        {"arm": "naive bfloat16", "model": "paper base", "base": "float32"},
     ):
-        found.records.append(
-            {
-                "part": "steps",
-                "arm": arm,
-                "model": model,
-                "base": base,
-                "base_seconds": [1.7, 1.75],
-                "seconds": [1.0, 1.0],
-            }
-        )
+        found.records.append(case | times)
     assert [goal.met for goal in tables.goals(found)] == [True, True]
     found.device = "measured on NVIDIA H100"
     assert not list(tables.goals(found))
 
 
-def test_a_result_that_is_not_like_its_base_s_is_noted():
-    record = {"arm": "a", "size": 2.0, "base_size": 1.0, "seconds": [1.0]}
-    assert tables._notes([record]) == ["*a*: its result is 2.0, not 1.0."]
-    assert tables._notes([{**record, "size": 1.01}]) == []
-    assert tables._notes([{**record, "size": math.nan}])
-
-
-def test_options_and_commit(monkeypatch):
+def test_options_commit_and_notes(monkeypatch):
     options = command.parse(["--parts", "steps", "products", "--budget-s", "560"])
     assert options.parts == ["steps", "products"] and options.budget_s == 560
     assert command.parse([]).parts == plan.PARTS
     assert command.commit() != "unknown"
     monkeypatch.setenv("PATH", "")
     assert command.commit() == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("error", "name"), [(1e-7, "float32"), (4e-4, "TF32"), (3e-3, "less than TF32")]
-)
-def test_float32_products_are_named_by_their_error(error, name):
-    assert about.float32_products(error) == name
+    record = {"arm": "a", "size": 2.0, "base_size": 1.0, "seconds": [1.0]}
+    assert tables._notes([record]) == ["*a*: its result is 2.0, not 1.0."]
+    assert tables._notes([{**record, "size": 1.01}]) == []
+    assert tables._notes([{**record, "size": math.nan}])
+    names = {1e-7: "float32", 4e-4: "TF32", 3e-3: "less than TF32"}
+    assert {error: about.float32_products(error) for error in names} == names

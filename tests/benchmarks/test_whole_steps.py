@@ -24,7 +24,6 @@ STEPS = [
 
 
 def losses(whole, weights, arm, count=2):
-    """Of some steps with one batch."""
     case = models.Case("h100", whole, weights, arm, portable=True)
     step = models.build(case, seed=0)
     state, found, train = step.state, [], jax.jit(step.function)
@@ -42,16 +41,13 @@ def test_a_step_of_mpx_has_the_losses_of_the_naive_one(whole, weights):
     assert naive[1] < naive[0]
 
 
+ARMS = [models.FLAX if number % 2 == 0 else "delayed" for number in range(len(STEPS))]
+IN_8_BITS = [(arm, *step) for arm, step in zip(ARMS, STEPS, strict=True)]
+
+
 @pytest.mark.third_party
 @pytest.mark.parametrize(
-    ("arm", "whole", "weights"),
-    slow_but(
-        [(models.FLAX, *STEPS[0])],
-        [
-            (models.FLAX if number % 2 == 0 else "delayed", *step)
-            for number, step in enumerate(STEPS)
-        ],
-    ),
+    ("arm", "whole", "weights"), slow_but(IN_8_BITS[:1], IN_8_BITS)
 )
 def test_a_step_in_8_bits_trains(arm, whole, weights):
     # Flax scales its first gradients without having seen any.
@@ -138,6 +134,8 @@ ENTRY %main (a: f8e5m2[64,32], b: f8e4m3fn[32,16]) -> bf16[64,16] {
 class Lowered:
     """Compiles to a program with one product in 8 bits, unless told to fail."""
 
+    as_text = staticmethod(lambda: CALL)
+
     def __init__(self, fails=False):
         self.fails, self.options = fails, []
 
@@ -146,9 +144,6 @@ class Lowered:
         if self.fails and options:
             raise jax.errors.JaxRuntimeError("no tiling")
         return self
-
-    def as_text(self):
-        return CALL
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ SMALL = 512  # bytes: norms, biases, flags and amaxes
 
 @functools.cache
 def partitioned(layout, arm, policy=None):
-    """The collectives of a step as XLA's partitioner leaves them."""
     make = wire.gradient_of(arm, policy)
     step = layouts.build(make, LAYOUTS[layout], SIZES, jax.devices()[:4])
 
@@ -46,30 +45,19 @@ def large(messages, kinds):
     """
     rows = 4 * SIZES.batch * SIZES.context * SIZES.width
     others = (4 * layouts.BYTES * SIZES.width, rows)
-    return {
-        x.dtype
-        for x in messages
-        if x.kind in kinds and x.bytes > SMALL
-        if x.dtype != "f32" or x.bytes not in others
-    }
+    found = [x for x in messages if x.kind in kinds and x.bytes > SMALL]
+    return {x.dtype for x in found if x.dtype != "f32" or x.bytes not in others}
 
 
-CASES = [
-    *((layout, AUTOCAST) for layout in LAYOUTS),
-    ("fsdp, constraint", EXPLICIT),
-    ("fsdp, shard_map", EXPLICIT),
-    ("fsdp, constraint", DELAYED),
-    ("fsdp, shard_map", CURRENT),
-    ("fsdp, entry", CURRENT),
-]
-QUICK = [
-    ("data parallel, in order", AUTOCAST),
-    ("fsdp, shared", AUTOCAST),
-    ("fsdp, reshard", AUTOCAST),
-    ("fsdp, shard_map", EXPLICIT),
-    ("fsdp, constraint", DELAYED),
-    ("fsdp, entry", CURRENT),
-]
+AT_ONCE = ("data parallel, in order", "fsdp, shared", "fsdp, reshard")
+CASES = [(layout, AUTOCAST) for layout in LAYOUTS]
+CASES += [(f"fsdp, {how}", EXPLICIT) for how in ("constraint", "shard_map")]
+CASES += [("fsdp, constraint", DELAYED), ("fsdp, shard_map", CURRENT)]
+CASES += [("fsdp, entry", CURRENT)]
+
+
+QUICK = [(name, AUTOCAST) for name in AT_ONCE]
+QUICK += [("fsdp, shard_map", EXPLICIT), ("fsdp, constraint", DELAYED), CASES[-1]]
 
 
 @pytest.mark.parametrize(("layout", "arm"), slow_but(QUICK, CASES))
@@ -92,58 +80,45 @@ def test_weights_travel_in_few_bits_and_gradients_are_summed_in_float32(layout, 
 @pytest.mark.parametrize("arm", slow_but([AUTOCAST], [EXPLICIT, AUTOCAST]))
 def test_no_activation_is_gathered_for_a_gradient(arm):
     """As that of a bias was on explicit axes, broadcast to no sharding."""
-    gathers = [
-        sum(x.times for x in partitioned("fsdp, reshard", one) if x.kind == GATHER)
-        for one in (arm, FLOAT32)
-    ]
-    assert 0 < gathers[0] <= gathers[1]
+    found = (partitioned("fsdp, reshard", one) for one in (arm, FLOAT32))
+    some, most = (sum(x.times for x in one if x.kind == GATHER) for one in found)
+    assert 0 < some <= most
 
 
-def test_gradients_are_summed_in_the_dtype_that_the_policy_says():
-    text = "params=float32,compute=bfloat16,output=float32,reduce={}"
+def test_gradients_and_weights_travel_in_the_dtypes_that_the_policy_says():
+    text = "params=float32,compute=bfloat16,output=float32,{}"
     for dtype, name in (("bfloat16", "bf16"), ("float32", "f32")):
-        found = partitioned("fsdp, constraint", AUTOCAST, text.format(dtype))
+        policy = text.format(f"reduce={dtype}")
+        found = partitioned("fsdp, constraint", AUTOCAST, policy)
         assert large(found, wire.SUMS) == {name}
+    found = partitioned("fsdp, shard_map", AUTOCAST, text.format("gather=float32"))
+    assert large(found, ("all-gather",)) == {"f32"}
 
 
 def test_a_sum_that_jax_makes_in_float32_refuses_another_dtype():
+    def local(w, x):
+        return jax.lax.pmean((x @ w).mean(), "data")
+
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
-    spec = jax.sharding.PartitionSpec("data")
-
-    def loss(w, x):
-        def local(w, x):
-            return jax.lax.pmean((x @ w).mean(), "data")
-
-        specs = {"in_specs": (spec.__class__(), spec), "out_specs": spec.__class__()}
-        return jax.shard_map(local, mesh=mesh, check_vma=False, **specs)(w, x)
-
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    loss = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
     policy = "params=float32,compute=bfloat16,output=float32,reduce=bfloat16"
     call = mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling(), policy=policy)
     with pytest.raises(ValueError, match="is not possible .* check_vma=False"):
-        call(np.ones((8, 4), "f") * jax.numpy.ones(()), jax.numpy.ones((8, 8)))
-
-
-def test_weights_travel_as_they_are_if_the_policy_says_so():
-    text = "params=float32,compute=bfloat16,output=float32,gather=float32"
-    found = partitioned("fsdp, shard_map", AUTOCAST, text)
-    assert large(found, ("all-gather",)) == {"f32"}
+        call(jnp.ones((8, 4)), jnp.ones((8, 8)))
 
 
 @pytest.mark.slow
 def test_micro_batches_on_their_own_devices_are_summed_once():
-    layout = "fsdp, shared"
+    layout, key = "fsdp, shared", jax.random.key(0)
     found = partitioned(layout, DELAYED)
     assert {x.times for x in found} == {1}
     amaxes = [x for x in found if x.dtype == "s32" and x.kind == "all-reduce"]
     assert len(amaxes) == 1
-    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(_params(layout)))
+    params = jax.eval_shape(lambda: layouts.initial(SIZES, LAYOUTS[layout], key))
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     summed = sum(x.bytes for x in found if x.kind in wire.SUMS and x.dtype == "f32")
     assert summed == pytest.approx(weights, rel=0.01)
-
-
-def _params(layout):
-    key = jax.random.key(0)
-    return jax.eval_shape(lambda: layouts.initial(SIZES, LAYOUTS[layout], key))
 
 
 @pytest.mark.slow
@@ -156,21 +131,17 @@ def test_gradients_are_those_of_one_device():
     for laid, count in ((one, 1), (LAYOUTS["fsdp, constraint"], 4)):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
         specs = jax.tree.map(laid.spec, params)
-        put = functools.partial(_put, mesh)
-        weights = jax.tree.map(put, params, specs)
-        rows = put(texts, jax.sharding.PartitionSpec("data"))
+        placed = [
+            jax.tree.map(
+                lambda x, s, m=mesh: jax.device_put(x, NamedSharding(m, s)), *one
+            )
+            for one in ((params, specs), (texts, P("data")))
+        ]
         loss = mpx.autocast(layouts.loss_in(laid, mesh, SIZES, specs))
-        run = jax.jit(
-            lambda p, t, f=loss: mpx.filter_grad(f, mpx.NoLossScaling())(p, t)
-        )
-        grads.append(jax.tree.map(np.asarray, run(weights, rows).grads))
-    pairs = zip(*map(jax.tree.leaves, grads), strict=True)
-    for first, second in pairs:
+        grad = mpx.filter_grad(loss, mpx.NoLossScaling())
+        grads.append(jax.tree.map(np.asarray, jax.jit(grad)(*placed).grads))
+    for first, second in zip(*map(jax.tree.leaves, grads), strict=True):
         assert np.abs(first - second).max() <= 0.02 * np.abs(first).max() + 1e-6
-
-
-def _put(mesh, leaf, spec):
-    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
 
 
 HLO = """HloModule m
@@ -194,19 +165,15 @@ def test_bytes_of_a_ring():
     assert by_kind["reduce-scatter"].sent == 32 / 2
 
 
-def _record(case, gathered, summed):
-    sent = {"all-gather": {"bf16": gathered}, "reduce-scatter": {"f32": summed}}
-    counts = {"sent": sent, "small": 1, "collectives": 3}
-    return {**dataclasses.asdict(case), "counts": counts}
-
-
 @pytest.mark.parametrize("met", [True, False])
 def test_tables_and_goals(met):
     found = results.Results("wire", "test", "compiled for X")
     for case in wire.CASES:
         share = {FLOAT32: 1, CURRENT: 0.25, DELAYED: 0.25}.get(case.arm, 0.5)
-        gathered = 100e6 * (share if met else 2 - share)
-        found.records.append(_record(case, gathered, 100e6))
+        sent = {"all-gather": {"bf16": 100e6 * (share if met else 2 - share)}}
+        sent["reduce-scatter"] = {"f32": 100e6}
+        counts = {"sent": sent, "small": 1, "collectives": 3}
+        found.records.append({**dataclasses.asdict(case), "counts": counts})
     first, *_ = wire.tables(found)
     assert len(first.rows) == len(LAYOUTS) * len(wire.ARMS)
     assert all(goal.met for goal in wire.goals(found)) == met
@@ -221,16 +188,12 @@ def test_convolutions_are_summed_in_half_precision_unless_float32_is_said(
     """XLA casts the operands of one that gives float32, and computes it in float32."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     w = {"filter": jnp.ones((3, 3, 8, 8)), "out": jnp.ones((8, 4))}
-    w, x = jax.device_put(
-        (w, jnp.ones((8, 4, 4, 8))),
-        (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
-    )
+    w = jax.device_put(w, NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.ones((8, 4, 4, 8)), NamedSharding(mesh, P("data")))
+    names = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
     def loss(w, x):
-        names = ("NHWC", "HWIO", "NHWC")
-        y = jax.lax.conv_general_dilated(
-            x, w["filter"], (1, 1), "SAME", dimension_numbers=names
-        )
+        y = jax.lax.conv_general_dilated(x, w["filter"], (1, 1), "SAME", **names)
         return jnp.mean((y @ w["out"]) ** 2)
 
     low = mpx.autocast(loss, recipe=recipe, target="sm_90")

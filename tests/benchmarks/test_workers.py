@@ -19,14 +19,11 @@ def ask(side, request, **options):
     return list(processes.ask(side, request, peers.existing(), **options))
 
 
-needs_peers = pytest.mark.skipif(
-    peers.existing() is None, reason="needs .venv-peers; `make bench` makes it"
-)
-needs_libtpu = pytest.mark.skipif(
-    targets.why_missing(targets.TARGETS["v5e"]) is not None
-    and getattr(peers.existing(), "libtpu", None) is None,
-    reason="needs libtpu",
-)
+is_alone = peers.existing() is None
+needs_peers = pytest.mark.skipif(is_alone, reason="needs .venv-peers (`make bench`)")
+is_missing = targets.why_missing(targets.TARGETS["v5e"]) is not None
+is_missing = is_missing and getattr(peers.existing(), "libtpu", None) is None
+needs_libtpu = pytest.mark.skipif(is_missing, reason="needs libtpu")
 
 
 QUICK = ("mpx float16", "autocast bfloat16, half stream")
@@ -34,13 +31,10 @@ QUICK = ("mpx float16", "autocast bfloat16, half stream")
 
 @pytest.mark.third_party
 @pytest.mark.parametrize(
-    "name",
-    slow_but(QUICK, [*QUICK, "delayed", "naive bfloat16", "nvfp4"]),
+    "name", slow_but(QUICK, [*QUICK, "delayed", "naive bfloat16", "nvfp4"])
 )
 def test_every_arm_trains(name):
-    arm = our_arms.ARMS[name]
-    case = plain.Case(arm=name, **TINY)
-    step = plain.build(arm, case, seed=0)
+    step = plain.build(our_arms.ARMS[name], plain.Case(arm=name, **TINY), seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
     for _ in range(20):
@@ -53,32 +47,36 @@ def test_every_arm_trains(name):
 @pytest.mark.third_party
 def test_the_baseline_uses_no_mpx():
     """The same model file without mpx gives the same float32 numbers."""
-    arm = our_arms.ARMS["float32"]
+    arm, case = our_arms.ARMS["float32"], plain.Case(arm="float32", **TINY)
     assert not arm.uses_mpx
     losses = []
     for uses_mpx in (False, True):
         variant = steps.Arm("float32", arm.first_scaling, arm.make_step, uses_mpx)
-        case = plain.Case(arm="float32", **TINY)
         step = plain.build(variant, case, seed=0)
         losses.append(float(step.jitted()(step.state, step.batch)[1]))
     assert losses[0] == losses[1]
 
 
+def lowering(*arms, **changes):
+    cases = [{**TINY, **changes, "arm": arm} for arm in arms]
+    return {"task": "lower", "steps": "sweep", "cases": cases}
+
+
 @pytest.mark.slow
-def test_a_worker_lowers_without_a_device():
-    tiny = {**TINY, "target": "h100"}
-    cases = [{**tiny, "arm": arm} for arm in ("float32", "mpx float16")]
-    request = {"task": "lower", "steps": "sweep", "cases": cases}
-    versions, *answers = ask("ours", request)
+def test_a_worker_lowers_without_a_device_and_says_why_it_fails():
+    arms = ["float32", "mpx float16"]
+    versions, *answers = ask("ours", lowering(*arms, target="h100"))
     assert {"jax", "equinox"} <= versions["versions"].keys()
-    assert [answer["case"]["arm"] for answer in answers] == ["float32", "mpx float16"]
+    assert [answer["case"]["arm"] for answer in answers] == arms
     assert len({answer["program"] for answer in answers}) == 2
+    with pytest.raises(processes.WorkerError, match="KeyError: 'new'"):
+        ask("ours", lowering("new"))
 
 
 @pytest.mark.exhaustive
 def test_host_cost_is_of_all_rounds():
     arms = ("float32", "mpx bfloat16")
-    cases = [{**TINY, "arm": arm} for arm in arms]
+    cases = lowering(*arms)["cases"]
     request = {"task": "time.host", "side": "ours", "cases": cases, "rounds": 2}
     _, *runs = [answer.get("run") for answer in ask("ours", request)]
     assert tuple(run["arm"] for run in runs) == arms
@@ -87,33 +85,21 @@ def test_host_cost_is_of_all_rounds():
 
 
 @pytest.mark.slow
-def test_a_failing_worker_says_why():
-    cases = [{**TINY, "arm": "new"}]
-    request = {"task": "lower", "steps": "sweep", "cases": cases}
-    with pytest.raises(processes.WorkerError, match="KeyError: 'new'"):
-        ask("ours", request)
-
-
-@pytest.mark.slow
 @needs_peers
 def test_the_peers_worker_has_the_published_mpx():
     arms = ("float32", "MPX float16", "MPX bfloat16", "JMP float16")
-    cases = [{**TINY, "arm": arm} for arm in arms]
-    request = {"task": "lower", "steps": "sweep", "cases": cases}
-    versions, *answers = ask("peers", request)
+    versions, *answers = ask("peers", lowering(*arms))
     assert versions["versions"]["mixed-precision-for-JAX"] == "0.1.8"
     assert versions["versions"]["jmp"] == "0.0.4"
     assert len({answer["program"] for answer in answers}) == len(arms)
-    base = [{**TINY, "arm": "float32"}]
-    _, ours = ask("ours", {**request, "cases": base})
+    _, ours = ask("ours", lowering("float32"))
     assert ours["program"] == answers[0]["program"]
 
 
 @pytest.mark.exhaustive
 @needs_libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
-    cases = [{**TINY, "arm": "float32"}]
-    request = {"task": "count", "target": "v5e", "steps": "sweep", "cases": cases}
+    request = lowering("float32") | {"task": "count", "target": "v5e"}
     versions, answer = ask("ours", request)
     assert answer["counts"]["memory"] > 0 and answer["counts"]["traffic"] > 0
     compiler = results.compiler(versions["versions"], "tpu")

@@ -1,10 +1,10 @@
 """The GPT example: text, model, and short trainings of a very small one."""
 
-import ast
 import csv
 import dataclasses
-import inspect
+import itertools
 import json
+import shutil
 import sysconfig
 import types
 from pathlib import Path
@@ -16,81 +16,46 @@ import pytest
 from flax import nnx
 
 import mpx
+from examples import gpt
 from examples.data.text import is_held_out
-from examples.gpt import (
-    GPT,
-    Block,
-    Config,
-    ModelConfig,
-    arrays_of,
-    initial_state,
-    load_data,
-    loss_and_accuracy,
-    make_step,
-    make_test,
-    parse_config,
-    run,
-    state_before,
-    train,
-)
+from examples.gpt import GPT
 from examples.precisions import DTYPES, RECIPES
 from examples.runs import (
     Display,
     Interrupted,
     RunFolder,
-    ScalingConfig,
     SetupError,
-    make_mesh,
     read_bad_steps,
 )
 from examples.runs.checkpoint import Checkpoints
 from mpx._program import walk
 from tests.helpers import NoFlow
 
+from ..faults import small
+from .cases import one_device, read_metrics, stop_before
+
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
 
-SMALL = ModelConfig(context=16, width=8, hidden=16, blocks=2, heads=2, dropout=0.2)
+SMALL = gpt.ModelConfig(context=16, width=8, hidden=16, blocks=2, heads=2, dropout=0.2)
 ONE_BLOCK = dataclasses.replace(SMALL, blocks=1)  # what compiles whole trainings
-CONFIG = Config(
-    steps=10,
-    batch_size=16,
-    warmup_steps=2,
-    log_every=3,
-    checkpoint_every=4,
-    test_texts=32,
-    model=SMALL,
-    # Starts too high: the first steps overflow.
-    scaling=ScalingConfig(initial=2.0**20, period=3),
-)
+# Starts too high: the first steps overflow.
+CHANGES = {"steps": 10, "checkpoint_every": 4, "test_texts": 32, "data_path": None}
+CONFIG = dataclasses.replace(small.CONFIG, model=SMALL, **CHANGES)
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A folder with some Python files."""
     root = tmp_path_factory.mktemp("library")
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(stdlib.glob("[a-d]*.py")):
-        (root / path.name).write_bytes(path.read_bytes())
+    for path in Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"):
+        shutil.copyfile(path, root / path.name)
     (root / "test").mkdir()
     (root / "test" / "secret.py").write_text("never seen\n" * 100)
     return root
 
 
-def one_device():
-    return make_mesh(devices=jax.devices()[:1])
-
-
-def read_metrics(folder: Path):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-# --- Options and text ----------------------------------------------------------------
-
-
 def test_options():
-    config = parse_config(
+    config = gpt.parse_config(
         "--steps 7 --scan --remat --model.width 32 --scaling.period 5 --seed 3 "
         "--data-path there --precision bfloat16 --accumulate 2 "
         "--recipe mxfp8 delayed mxfp8".split()
@@ -98,9 +63,9 @@ def test_options():
     assert config.scan and config.remat and config.model.width == 32
     assert config.scaling.period == 5
     assert config.precisions == ("bfloat16", "delayed", "mxfp8")
-    assert parse_config(["--recipe", "all"]).precisions == (*DTYPES, *RECIPES)
-    assert parse_config([]) == Config()
-    assert Config().folder == Path("runs/gpt")
+    assert gpt.parse_config(["--recipe", "all"]).precisions == (*DTYPES, *RECIPES)
+    assert gpt.parse_config([]) == gpt.Config()
+    assert gpt.Config().folder == Path("runs/gpt")
 
 
 @pytest.mark.parametrize(
@@ -115,12 +80,12 @@ def test_options():
 )
 def test_wrong_options_are_named(arguments, message):
     with pytest.raises(SetupError, match=message):
-        parse_config(arguments.split())
+        gpt.parse_config(arguments.split())
 
 
 def test_no_file_is_on_both_sides(library):
-    data = load_data(dataclasses.replace(CONFIG, data_path=library))
-    again = load_data(dataclasses.replace(CONFIG, data_path=library, seed=1))
+    data = gpt.load_data(dataclasses.replace(CONFIG, data_path=library))
+    again = gpt.load_data(dataclasses.replace(CONFIG, data_path=library, seed=1))
     np.testing.assert_array_equal(data.train, again.train)
     np.testing.assert_array_equal(data.test, again.test)
     train, test = data.train.tobytes(), data.test
@@ -128,18 +93,15 @@ def test_no_file_is_on_both_sides(library):
     assert data.train_files > data.test_files > 0 and test.shape == (32, 17)
     for path in library.glob("*.py"):
         assert (path.read_bytes() in train) == (not is_held_out(Path(path.name)))
-    held_out = b"".join(
-        path.read_bytes() + b"\0"
-        for path in sorted(library.glob("*.py"))
-        if is_held_out(Path(path.name))
-    )
+    paths = [p for p in sorted(library.glob("*.py")) if is_held_out(Path(p.name))]
+    held_out = b"".join(path.read_bytes() + b"\0" for path in paths)
     assert all(text.tobytes() in held_out for text in test)
     assert b"never seen" not in train and len(held_out) == data.test_size
 
 
-def test_a_batch_is_a_function_of_seed_and_position(library):
+def test_a_batch_is_a_function_of_seed_and_position_and_of_one_size(library):
     config = dataclasses.replace(CONFIG, data_path=library)
-    data, again = load_data(config), load_data(config)
+    data, again = gpt.load_data(config), gpt.load_data(config)
     for position in (3, 4):
         batch = data.batch(position, size=16, seed=0)
         np.testing.assert_array_equal(batch, again.batch(position, size=16, seed=0))
@@ -147,30 +109,20 @@ def test_a_batch_is_a_function_of_seed_and_position(library):
         assert (batch != data.batch(position + 1, size=16, seed=0)).any()
     text = data.train.tobytes()
     assert batch.shape == (16, 17) and all(row.tobytes() in text for row in batch)
+    for size, count in ((16, 2), (20, 1), (48, 1)):
+        batches = list(data.test_batches(size))
+        assert [len(batch) for batch in batches] == [size] * count
+        np.testing.assert_array_equal(batches[0][:16], data.test[:16])
 
 
-@pytest.mark.parametrize(("size", "count"), [(16, 2), (20, 1), (48, 1)])
-def test_test_batches_have_one_size(library, size, count):
-    data = load_data(dataclasses.replace(CONFIG, data_path=library))
-    batches = list(data.test_batches(size))
-    assert [len(batch) for batch in batches] == [size] * count
-    np.testing.assert_array_equal(batches[0][:16], data.test[:16])
-
-
-def test_the_standard_library_is_there():
-    data = load_data(Config())
+def test_the_standard_library_is_enough_text(tmp_path):
+    data = gpt.load_data(gpt.Config())
     assert data.name == "Python's standard library"
     assert len(data.train) > 10**6 and data.test.shape == (1024, 65)
     assert 0.02 < data.test_size / len(data.train) < 0.3
-
-
-def test_too_little_text_is_an_error(tmp_path):
     (tmp_path / "one.py").write_text("pass\n")
     with pytest.raises(SetupError, match=r"too little text: .* `--data-path`"):
-        load_data(dataclasses.replace(CONFIG, data_path=tmp_path))
-
-
-# --- Model ---------------------------------------------------------------------------
+        gpt.load_data(dataclasses.replace(CONFIG, data_path=tmp_path))
 
 
 def texts(seed=0, size=4):
@@ -178,20 +130,12 @@ def texts(seed=0, size=4):
     return jnp.asarray(random.integers(0, 256, (size, 17)), jnp.uint8)
 
 
-def test_the_model_knows_nothing_of_mpx():
-    for model in (Block, GPT):
-        tree = ast.parse(inspect.getsource(model))
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert "nnx" in names and "mpx" not in names
-
-
 @pytest.mark.exhaustive
 def test_scan_and_remat_change_nothing_but_the_form():
     config = dataclasses.replace(SMALL, dropout=0.0)
     models = {
         (scan, remat): GPT(config, scan=scan, remat=remat, rngs=nnx.Rngs(0))
-        for scan in (False, True)
-        for remat in (False, True)
+        for scan, remat in itertools.product((False, True), repeat=2)
     }
     plain = models[False, False]
     blocks = [nnx.state(block) for block in plain.blocks]
@@ -202,13 +146,10 @@ def test_scan_and_remat_change_nothing_but_the_form():
             nnx.update(getattr(model, name), nnx.state(getattr(plain, name)))
         if scan:
             nnx.update(model.blocks, stacked)
-        (loss, _), grads = nnx.value_and_grad(loss_and_accuracy, has_aux=True)(
-            model, texts()
-        )
-        if scan:
-            grads["blocks"] = jax.tree.map(lambda x: x[1], grads["blocks"])
-        else:
-            grads["blocks"] = grads["blocks"][1]
+        grad = nnx.value_and_grad(gpt.loss_and_accuracy, has_aux=True)
+        (loss, _), grads = grad(model, texts())
+        blocks = grads["blocks"]
+        grads["blocks"] = jax.tree.map(lambda x: x[1], blocks) if scan else blocks[1]
         found = [loss, *jax.tree.leaves(grads)]
         expected = expected or found
         for a, b in zip(found, expected, strict=True):
@@ -216,7 +157,7 @@ def test_scan_and_remat_change_nothing_but_the_form():
 
 
 @pytest.mark.slow
-def test_a_byte_does_not_see_what_follows():
+def test_a_byte_does_not_see_what_follows_and_the_test_has_no_dropout():
     model = GPT(SMALL, rngs=nnx.Rngs(0))
     model.eval()
     text = texts()[:, :-1]
@@ -225,17 +166,26 @@ def test_a_byte_does_not_see_what_follows():
     before, after = predict(model, text), predict(model, changed)
     np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-5)
     assert not np.allclose(before[:, 10:], after[:, 10:], atol=1e-3)
+    # The test is without dropout and leaves the model as it is.
+    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    dropout = model.blocks[0].dropout
+    test = gpt.make_test("bfloat16")
+    first, second = (test(model, mpx.NoLossScaling(), texts()) for _ in range(2))
+    assert first == second and dropout.deterministic is False
+    assert int(dropout.rngs.count[...]) == 0
+    model(texts()[:, :-1])
+    assert int(dropout.rngs.count[...]) > 0
 
 
 def products(func, *args):
     """The dtypes of the operands of every matrix product, loops counted in full."""
     jaxpr = jax.make_jaxpr(func)(*args)
-    found = []
-    for visit in walk(jaxpr, [None] * len(jaxpr.in_avals), NoFlow()):
-        if visit.equation.primitive.name == "dot_general":
-            dtypes = {variable.aval.dtype.name for variable in visit.equation.invars}
-            found += [dtypes] * visit.place.executions
-    return found
+    return [
+        {variable.aval.dtype.name for variable in visit.equation.invars}
+        for visit in walk(jaxpr, [None] * len(jaxpr.in_avals), NoFlow())
+        if visit.equation.primitive.name == "dot_general"
+        for _ in range(visit.place.executions)
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"scan": True, "remat": True}])
@@ -253,32 +203,23 @@ def test_all_products_run_in_half_precision(options):
 
     forward = 8 * SMALL.blocks + 1
     backward = 2 * forward + (8 * SMALL.blocks if options else 0)
-    cast = products(
-        gradient(mpx.autocast(loss_and_accuracy, "bfloat16")), state, texts()
-    )
+    half = mpx.autocast(gpt.loss_and_accuracy, "bfloat16")
+    cast = products(gradient(half), state, texts())
     assert cast == [{"bfloat16"}] * len(cast)
     # Nothing is computed again that remat would not: the last products of a block.
     assert forward + 2 * forward - 2 <= len(cast) <= forward + backward
 
 
-# --- Training ------------------------------------------------------------------------
-
-
 def train_in(folder, library, precision, should_stop=lambda: False, **changes):
     config = dataclasses.replace(CONFIG, run_dir=folder, data_path=library, **changes)
-    return train(
-        config,
-        precision,
-        load_data(config),
-        mesh=one_device(),
-        folder=RunFolder(config),
-        should_stop=should_stop,
-    )
+    data, folder = gpt.load_data(config), RunFolder(config)
+    options = {"folder": folder, "should_stop": should_stop}
+    return gpt.train(config, precision, data, mesh=one_device(), **options)
 
 
-def stop_before(position: int):
-    calls = iter(range(10**6))
-    return lambda: next(calls) == position
+def one_block_in(folder, library):
+    changes = {"run_dir": folder, "data_path": library, "model": ONE_BLOCK}
+    return dataclasses.replace(CONFIG, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -307,9 +248,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, library):
 def test_a_skipped_step_is_made_again_bit_for_bit(in_float16, library):
     """From the checkpoint before it, with dropout's streams and the loss scale."""
     folder, rows = in_float16
-    config = dataclasses.replace(
-        CONFIG, run_dir=folder, data_path=library, model=ONE_BLOCK
-    )
+    config = one_block_in(folder, library)
     first = [
         row.step
         for before, row in zip([None, *rows], rows, strict=False)
@@ -321,9 +260,9 @@ def test_a_skipped_step_is_made_again_bit_for_bit(in_float16, library):
     for number in (first[0], first[-1]):
         (bad,) = read_bad_steps(config, number)
         mesh = one_device()
-        nodes, scaling = state_before(config, load_data(config), bad, mesh)
+        nodes, scaling = gpt.state_before(config, gpt.load_data(config), bad, mesh)
         with jax.set_mesh(mesh):
-            step = make_step(config, "float16", mesh)
+            step = gpt.make_step(config, "float16", mesh)
             _, metrics = step(nodes["model"], nodes["optimizer"], scaling, bad.batch)
         row = rows[number - 1]
         assert not metrics["finite"] and metrics["loss"] == row.loss
@@ -348,9 +287,7 @@ def test_looking_at_numbers_changes_none(tmp_path, library):
 
 @pytest.mark.slow
 def test_what_a_run_has_not_kept_is_not_made_again(tmp_path, library):
-    config = dataclasses.replace(
-        CONFIG, run_dir=tmp_path, data_path=library, model=ONE_BLOCK
-    )
+    config = one_block_in(tmp_path, library)
     with pytest.raises(SetupError, match=r"not hold step 7 in all.* none\."):
         read_bad_steps(config, 7)
     options = {"steps": 2, "log_every": 1, "model": ONE_BLOCK}
@@ -368,8 +305,8 @@ def test_what_a_run_has_not_kept_is_not_made_again(tmp_path, library):
 @pytest.mark.slow
 def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
     config = dataclasses.replace(CONFIG, model=ONE_BLOCK)
-    nodes, scaling = initial_state(config, "float16", texts())
-    arrays = arrays_of(nodes)
+    nodes, scaling = gpt.initial_state(config, "float16", texts())
+    arrays = gpt.arrays_of(nodes)
     name = next(n for n in arrays if "head.kernel" in n)
     with Checkpoints(tmp_path, config, "float16") as checkpoints:
         checkpoints.save(6, (arrays, scaling))
@@ -380,24 +317,12 @@ def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is():
-    model = GPT(SMALL, rngs=nnx.Rngs(0))
-    dropout = model.blocks[0].dropout
-    test = make_test("bfloat16")
-    first, second = (test(model, mpx.NoLossScaling(), texts()) for _ in range(2))
-    assert first == second and dropout.deterministic is False
-    assert int(dropout.rngs.count[...]) == 0
-    model(texts()[:, :-1])
-    assert int(dropout.rngs.count[...]) > 0
-
-
-@pytest.mark.slow
 def test_the_whole_job(tmp_path, library, capsys):
     """On all devices, as the command line runs it."""
     model = dataclasses.replace(ONE_BLOCK, dropout=0.0)
     changes = {"run_dir": tmp_path, "data_path": library, "precision": "bfloat16"}
     config = dataclasses.replace(CONFIG, model=model, accumulate=2, **changes)
-    run(config, Display(), types.SimpleNamespace(requested=False))
+    gpt.run(config, Display(), types.SimpleNamespace(requested=False))
     printed = capsys.readouterr().out
     for word in (*config.precisions, "bits", "per byte", "curves.png", "held out"):
         assert word in printed

@@ -5,9 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,71 +12,44 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from examples.gpt import (
-    LAYOUT,
-    Config,
-    ModelConfig,
-    arrays_of,
-    initial_state,
-    load_data,
-    make_step,
-    parse_config,
-    train,
-)
-from examples.runs import (
-    Interrupted,
-    RunFolder,
-    ScalingConfig,
-    SetupError,
-    make_mesh,
-    pin,
-    put,
-    replicated,
-    require_divisible,
-)
+from examples import gpt, runs
+from examples.runs import Interrupted, SetupError
 from tests.helpers import slow_but
+
+from ..faults import small
+from .cases import started, stop_before, wait_for_rows
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
 
 ROOT = Path(__file__).parents[2]
-MODEL = ModelConfig(context=16, width=16, hidden=32, blocks=2, heads=2, dropout=0.2)
+MODEL = gpt.ModelConfig(context=16, width=16, hidden=32, blocks=2, heads=2, dropout=0.2)
 SMALL = dataclasses.replace(MODEL, blocks=1)  # what compiles the whole job again
-CONFIG = Config(
-    steps=10,
-    batch_size=16,
-    warmup_steps=2,
-    log_every=3,
-    checkpoint_every=4,
-    test_texts=16,
-    data_path=ROOT / "examples",
-    model=MODEL,
-    scaling=ScalingConfig(initial=2.0**22, period=3),  # the first steps overflow
-)
+CHANGES = {"steps": 10, "checkpoint_every": 4, "data_path": ROOT / "examples"}
+# The first steps overflow.
+CHANGES["scaling"] = runs.ScalingConfig(initial=2.0**22, period=3)
+CONFIG = dataclasses.replace(small.CONFIG, model=MODEL, **CHANGES)
 ALL = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def mesh_of(sizes):
-    return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+    return runs.make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
 
 
 def rows_on(sizes, precision, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    return train(config, precision, load_data(config), mesh=mesh_of(sizes))[1]
-
-
-# --- Options -------------------------------------------------------------------------
+    return gpt.train(config, precision, gpt.load_data(config), mesh=mesh_of(sizes))[1]
 
 
 def test_options():
-    config = parse_config("--mesh tensor=2 data=4 --processes 2".split())
+    config = gpt.parse_config("--mesh tensor=2 data=4 --processes 2".split())
     assert config.mesh_sizes == {"tensor": 2, "data": 4}
     assert config.devices_per_process == 4
-    assert parse_config([]).devices_per_process is None
-    assert parse_config(["--processes", "3"]).devices_per_process == 1
-    mesh = make_mesh({"tensor": 2, "data": 4}, jax.devices()[:8])
+    assert gpt.parse_config([]).devices_per_process is None
+    assert gpt.parse_config(["--processes", "3"]).devices_per_process == 1
+    mesh = runs.make_mesh({"tensor": 2, "data": 4}, jax.devices()[:8])
     assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
-    assert make_mesh().shape["data"] == jax.device_count()
+    assert runs.make_mesh().shape["data"] == jax.device_count()
 
 
 @pytest.mark.parametrize(
@@ -98,55 +68,50 @@ def test_options():
 )
 def test_wrong_meshes_are_named(arguments, message):
     with pytest.raises(SetupError, match=message):
-        parse_config(arguments.split())
+        gpt.parse_config(arguments.split())
 
 
-def test_a_mesh_has_as_many_devices_as_there_are():
-    with pytest.raises(
-        SetupError, match=r"as many devices as there are, 8; got data=2 x fsdp=3 = 6"
-    ):
-        make_mesh({"data": 2, "fsdp": 3}, jax.devices()[:8])
-
-
-def test_a_batch_is_shared_by_all_devices_but_those_of_tensor():
+def test_a_mesh_fits_the_devices_and_the_batch():
+    match = r"as many devices as there are, 8; got data=2 x fsdp=3 = 6"
+    with pytest.raises(SetupError, match=match):
+        runs.make_mesh({"data": 2, "fsdp": 3}, jax.devices()[:8])
+    # A batch is shared by all devices but those of `tensor`.
     config = dataclasses.replace(CONFIG, batch_size=4, model=SMALL)
     with pytest.raises(SetupError, match=r"times devices, 1 x 8; got 4. Use 8\."):
-        train(config, "float32", load_data(config), mesh=mesh_of({"fsdp": 8}))
-    require_divisible(config, mesh_of(ALL))
-
-
-# --- One training --------------------------------------------------------------------
+        gpt.train(config, "float32", gpt.load_data(config), mesh=mesh_of({"fsdp": 8}))
+    runs.require_divisible(config, mesh_of(ALL))
+    # Without a mesh nothing is pinned.
+    x = np.ones((2, 3), np.float32)
+    assert runs.pin(x) is x and runs.pin(x, P("tensor")) is x
 
 
 @pytest.mark.slow
 def test_all_matrices_and_their_moments_are_divided():
     mesh, texts = mesh_of(ALL), np.zeros((16, 17), np.uint8)
     with jax.set_mesh(mesh):
-        nodes, _ = initial_state(CONFIG, "float32", texts)
-    arrays = arrays_of(nodes)
+        nodes, _ = gpt.initial_state(CONFIG, "float32", texts)
+    arrays = gpt.arrays_of(nodes)
     matrices = [name for name in arrays if re.search(r"kernel|embedding", name)]
     assert len(matrices) == 3 * (6 * MODEL.blocks + 3)
     for name in matrices:
-        parts = 4  # `data` divides no weight
         shard = arrays[name].sharding.shard_shape(arrays[name].shape)
-        assert np.prod(shard) == arrays[name].size / parts, name
+        # `data` divides no weight.
+        assert np.prod(shard) == arrays[name].size / 4, name
         weight = "model." + re.sub(r".*(mu|nu|model)\.", "", name)
         assert arrays[name].sharding == arrays[weight].sharding, name
     used = {".".join(n.removesuffix(".value").split(".")[-2:]) for n in arrays}
-    assert used >= LAYOUT.keys()
+    assert used >= gpt.LAYOUT.keys()
 
 
 def gathered(precision):
-    """Bytes that the step gathers, by dtype."""
     config = dataclasses.replace(CONFIG, model=SMALL)
     mesh, texts = mesh_of({"fsdp": 8}), np.zeros((16, 17), np.uint8)
     with jax.set_mesh(mesh):
-        nodes, scaling = initial_state(config, precision, texts)
-        scaling = jax.device_put(scaling, replicated(mesh))
-        step = make_step(config, precision, mesh)
-        lowered = step.lower(
-            nodes["model"], nodes["optimizer"], scaling, put(texts, mesh)
-        )
+        nodes, scaling = gpt.initial_state(config, precision, texts)
+        scaling = jax.device_put(scaling, runs.replicated(mesh))
+        step = gpt.make_step(config, precision, mesh)
+        state = nodes["model"], nodes["optimizer"], scaling
+        lowered = step.lower(*state, runs.put(texts, mesh))
     found = {}
     pattern = r"= (f32|f16)\[([\d,]+)\]\S* all-gather\("
     for dtype, shape in re.findall(pattern, lowered.compile().as_text()):
@@ -164,22 +129,14 @@ def test_weights_are_gathered_in_half_precision():
     assert half["f16"] == (full["f32"] - places) / 2
 
 
-def test_without_a_mesh_nothing_is_pinned():
-    x = np.ones((2, 3), np.float32)
-    assert pin(x) is x and pin(x, P("tensor")) is x
+TRAININGS = [
+    ({"fsdp": 8}, "float32", {"model": SMALL}),
+    (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
+    (ALL, "delayed", {"scan": True}),
+]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "precision", "options"),
-    slow_but(
-        [],
-        [
-            ({"fsdp": 8}, "float32", {"model": SMALL}),
-            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
-            (ALL, "delayed", {"scan": True}),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("sizes", "precision", "options"), slow_but([], TRAININGS))
 def test_every_mesh_trains_as_any_other(sizes, precision, options):
     """The same decisions, and losses that differ by rounding.
 
@@ -191,43 +148,32 @@ def test_every_mesh_trains_as_any_other(sizes, precision, options):
     assert [row.finite for row in many] == [row.finite for row in one]
     assert [row.loss_scale for row in many] == [row.loss_scale for row in one]
     limit = 1e-4 if precision == "float32" else 2e-2
-    np.testing.assert_allclose(
-        [row.loss for row in many], [row.loss for row in one], rtol=limit
-    )
+    losses = ([row.loss for row in rows] for rows in (many, one))
+    np.testing.assert_allclose(*losses, rtol=limit)
     assert (precision == "float16") == any(not row.finite for row in many)
 
 
-# --- Two processes -------------------------------------------------------------------
-
-
 def options_of(folder, *more):
-    model, scaling = SMALL, CONFIG.scaling
-    return (
-        f"--precision float16 --steps 400 --batch-size {CONFIG.batch_size} "
-        f"--warmup-steps {CONFIG.warmup_steps} --test-texts {CONFIG.test_texts} "
-        f"--data-path {CONFIG.data_path} --log-every 2 --checkpoint-every 100 "
-        f"--model.context {model.context} --model.width {model.width} --model.hidden "
-        f"{model.hidden} --model.blocks {model.blocks} --model.heads {model.heads} "
-        f"--model.dropout {model.dropout} --scaling.initial {scaling.initial} "
-        f"--scaling.period {scaling.period} --run-dir {folder}"
-    ).split() + list(more)
+    model = [
+        f"--model.{name}={getattr(SMALL, name)}"
+        for name in ("context", "width", "hidden", "blocks", "heads", "dropout")
+    ]
+    return [
+        *"--precision float16 --steps 400 --log-every 2 --checkpoint-every 100".split(),
+        *(f"--batch-size={CONFIG.batch_size}", f"--test-texts={CONFIG.test_texts}"),
+        *(f"--data-path={CONFIG.data_path}", f"--run-dir={folder}", *model),
+        f"--warmup-steps={CONFIG.warmup_steps}",
+        f"--scaling.initial={CONFIG.scaling.initial}",
+        f"--scaling.period={CONFIG.scaling.period}",
+        *more,
+    ]
 
 
 def program(*arguments, **variables):
-    hidden = ("MAKELEVEL", "XLA_FLAGS")
     # All flags as here, but for the devices: the program says itself how many it has.
     flags = os.environ.get("XLA_FLAGS", "").split()
     flags = " ".join(flag for flag in flags if "device_count" not in flag)
-    return subprocess.Popen(
-        [sys.executable, "-m", "examples.gpt", *arguments],
-        cwd=ROOT,
-        env={k: os.environ[k] for k in os.environ if k not in hidden}
-        | {"XLA_FLAGS": flags}
-        | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return started("gpt", *arguments, XLA_FLAGS=flags, **variables)
 
 
 @pytest.mark.slow
@@ -235,36 +181,19 @@ def test_two_processes_stop_together_at_sigterm_and_one_goes_on(tmp_path):
     options = options_of(tmp_path, "--mesh", "data=2", "fsdp=2")
     launcher = program(*options, "--processes", "2")
     metrics = tmp_path / "metrics.csv"
-    for _ in range(1800):
-        has_rows = metrics.exists() and len(metrics.read_text().splitlines()) > 4
-        if has_rows or launcher.poll() is not None:
-            break
-        time.sleep(0.1)
+    wait_for_rows(metrics, 4, launcher)
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 130, output
     (position,) = map(int, re.findall(r"float16 is saved after step (\d+)", output))
     assert 4 <= position < 400
-    config = dataclasses.replace(
-        CONFIG,
-        model=SMALL,
-        steps=400,
-        log_every=2,
-        checkpoint_every=100,
-        run_dir=tmp_path,
-        resume=True,
-    )
-    calls = iter(range(10**6))
+    changes = {"steps": 400, "log_every": 2, "checkpoint_every": 100, "model": SMALL}
+    config = dataclasses.replace(CONFIG, run_dir=tmp_path, resume=True, **changes)
+    options = {"folder": runs.RunFolder(config), "should_stop": stop_before(3)}
+    options["mesh"] = mesh_of({"fsdp": 2})
     with pytest.raises(Interrupted):
-        train(
-            config,
-            "float16",
-            load_data(config),
-            mesh=mesh_of({"fsdp": 2}),
-            folder=RunFolder(config),
-            should_stop=lambda: next(calls) == 3,
-        )
-    rows = RunFolder(config).history["float16"]
+        gpt.train(config, "float16", gpt.load_data(config), **options)
+    rows = runs.RunFolder(config).history["float16"]
     assert [row.step for row in rows] == list(range(1, position + 4))
     assert any(not row.finite for row in rows)
     assert any(row.finite for row in rows[position:])
@@ -277,11 +206,8 @@ def test_processes_that_slurm_started_find_each_other(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = str(free.getsockname()[1] % 2**12)  # the port is of the job's number
-    slurm = {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-    }
+    slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost"}
+    slurm["SLURM_NTASKS"] = "2"
     processes = [
         program(*options, SLURM_PROCID=index, SLURM_LOCALID=index, **slurm)
         for index in ("0", "1")

@@ -1,6 +1,8 @@
 """The data sets of the ViT example, on small files made here."""
 
 import dataclasses
+import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,6 @@ def assert_batches_equal(a, b):
         np.testing.assert_array_equal(a[name], b[name])
 
 
-# --- Order ---------------------------------------------------------------------------
-
-
 def test_batch_is_a_function_of_seed_and_position():
     first = load_data(config_of("digits", batch_size=100)).train
     again = load_data(config_of("digits", batch_size=100)).train
@@ -38,52 +37,36 @@ def test_batch_is_a_function_of_seed_and_position():
     assert (first[0]["label"] != other[0]["label"]).any()
 
 
-def test_every_pass_sees_every_image_once_in_a_new_order():
+def test_a_pass_sees_every_image_once_and_the_last_test_batch_is_padded():
     data = load_data(config_of("digits", batch_size=479))  # 1,437 = 3 * 479
-    passes = [
-        np.concatenate([data.train[3 * p + i]["label"] for i in range(3)])
-        for p in range(2)
-    ]
-    np.testing.assert_array_equal(np.sort(passes[0]), np.sort(passes[1]))
+    labels = [data.train[i]["label"] for i in range(6)]
+    passes = [np.concatenate(labels[:3]), np.concatenate(labels[3:])]
+    np.testing.assert_array_equal(*map(np.sort, passes))
     assert (passes[0] != passes[1]).any()
-
-
-def test_last_test_batch_is_padded():
+    # The last test batch is padded.
     data = load_data(config_of("digits", batch_size=128))
     labels = [batch["label"] for batch in batches(data.test)]
     assert [len(label) for label in labels] == [128, 128, 128]
     assert sum(int((label >= 0).sum()) for label in labels) == data.test_size == 360
 
 
-# --- Augmentation --------------------------------------------------------------------
-
-
-def test_random_shift_shifts_whole_images():
+def test_random_shifts_and_mirrors_of_whole_images():
     images = np.random.default_rng(0).random((64, 5, 5, 2))
-    shifted = random_shift(images, np.random.default_rng(1), pixels=1)
-    offsets = set()
+    shifted, offsets = random_shift(images, np.random.default_rng(1), pixels=1), set()
     for image, result in zip(images, shifted, strict=True):
         padded = np.pad(image, ((1, 1), (1, 1), (0, 0)))
-        found = [
+        (offset,) = (
             (top, left)
-            for top in range(3)
-            for left in range(3)
+            for top, left in itertools.product(range(3), repeat=2)
             if np.array_equal(padded[top : top + 5, left : left + 5], result)
-        ]
-        assert len(found) == 1
-        offsets.update(found)
+        )
+        offsets.add(offset)
     assert len(offsets) == 9
-
-
-def test_random_mirror_mirrors_some():
     images = np.random.default_rng(0).random((64, 3, 5, 1))
     result = random_mirror(images, np.random.default_rng(1))
     mirrored = (result == images[:, :, ::-1]).all(axis=(1, 2, 3))
     kept = (result == images).all(axis=(1, 2, 3))
     assert (mirrored ^ kept).all() and 16 < mirrored.sum() < 48
-
-
-# --- Digits --------------------------------------------------------------------------
 
 
 def test_digits_folds_are_stratified_and_cover_all_images():
@@ -96,17 +79,12 @@ def test_digits_folds_are_stratified_and_cover_all_images():
         assert np.bincount(labels, minlength=10).min() >= 34
         seen.append(labels)
     assert len(np.concatenate(seen)) == 1797
-
-
-def test_digits_train_and_test_images_are_standardized_alike():
+    # Test images are standardized as those of the training are.
     data = load_data(config_of("digits", batch_size=360))
     assert data.image_shape == (8, 8, 1) and data.classes == 10
     test = data.test[0]["image"]
     assert test.dtype == np.float32
     assert abs(test.mean()) < 0.05 and abs(test.std() - 1) < 0.05
-
-
-# --- CIFAR-100 -----------------------------------------------------------------------
 
 
 def write_cifar(path: Path, count: int, seed: int = 0) -> np.ndarray:
@@ -137,38 +115,35 @@ def test_cifar100_reads_records(tmp_path, below):
     assert data.train[0]["image"].shape == (4, 32, 32, 3)
 
 
-def damage(tmp_path: Path, name: str) -> None:
-    write_cifar(tmp_path / "train.bin", 5)
-    write_cifar(tmp_path / "test.bin", 5)
-    path = tmp_path / "test.bin"
-    if name == "missing":
-        path.unlink()
-    elif name == "empty":
-        path.write_bytes(b"")
-    elif name == "cut off":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif name == "labels":
-        content = bytearray(path.read_bytes())
-        content[2 * RECORD_BYTES + 1] = 100
-        path.write_bytes(content)
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def mislabel(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[2 * RECORD_BYTES + 1] = 100
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("damage", "message"),
     [
-        ("missing", r"there is no file .*test\.bin.*train\.bin.*153,700,000 bytes"),
-        ("empty", r"test\.bin is damaged.*multiple of 3,074.*got 0 bytes.*30,740,000"),
-        ("cut off", r"test\.bin is damaged or cut off.*got 15,369 bytes"),
-        ("labels", r"test\.bin is damaged.*record 2 has \d+ and 100"),
+        (Path.unlink, r"there is no file .*test\.bin.*train\.bin.*153,700,000 bytes"),
+        (empty, r"test\.bin is damaged.*multiple of 3,074.*got 0 bytes.*30,740,000"),
+        (cut_off, r"test\.bin is damaged or cut off.*got 15,369 bytes"),
+        (mislabel, r"test\.bin is damaged.*record 2 has \d+ and 100"),
     ],
 )
-def test_cifar100_errors_say_what_to_put_where(tmp_path, name, message):
-    damage(tmp_path, name)
+def test_cifar100_errors_say_what_to_put_where(tmp_path, damage, message):
+    write_cifar(tmp_path / "train.bin", 5)
+    write_cifar(tmp_path / "test.bin", 5)
+    damage(tmp_path / "test.bin")
     with pytest.raises(SetupError, match=message):
         load_data(config_of("cifar100", tmp_path))
-
-
-# --- Image folder --------------------------------------------------------------------
 
 
 def write_images(root: Path, classes=("cat", "dog"), count: int = 3) -> None:
@@ -199,50 +174,46 @@ def test_image_folder_reads_images(tmp_path):
     assert batch["image"].dtype == np.float32 and batch["label"].dtype == np.int32
     assert_batches_equal(batch, data.train[2])
     tests = list(batches(data.test))
-    np.testing.assert_array_equal(
-        np.concatenate([t["label"] for t in tests]), [0, 0, 0, 1, 1, 1, 1, -1]
-    )
+    labels = np.concatenate([t["label"] for t in tests])
+    np.testing.assert_array_equal(labels, [0, 0, 0, 1, 1, 1, 1, -1])
     expected = (128 / 255 - np.array([0.485, 0.456, 0.406])) / [0.229, 0.224, 0.225]
     np.testing.assert_allclose(tests[1]["image"][2, 8, 8], expected, rtol=1e-5)
 
 
 def test_labels_follow_the_training_classes(tmp_path):
     write_images(tmp_path, classes=("ant", "bee", "cat"), count=1)
-    for path in (tmp_path / "val" / "ant").iterdir():
-        path.unlink()
-    (tmp_path / "val" / "ant").rmdir()
+    shutil.rmtree(tmp_path / "val" / "ant")
     data = load_data(imagenet(tmp_path))
     np.testing.assert_array_equal(data.test[0]["label"], [1, 2, -1, -1])
 
 
-def break_folder(root: Path, name: str) -> None:
-    write_images(root)
-    val = root / "val"
-    if name == "no val":
-        val.rename(root / "validation")
-    elif name == "flat":
-        for folder in list(val.iterdir()):
-            for path in folder.iterdir():
-                path.rename(val / f"{folder.name}{path.name}")
-            folder.rmdir()
-    elif name == "empty class":
-        (root / "train" / "emu").mkdir()
-    elif name == "unknown class":
-        (val / "dog").rename(val / "fox")
+def flatten(val: Path) -> None:
+    for path in list(val.glob("*/*")):
+        path.rename(val / f"{path.parent.name}{path.name}")
+    for folder in [path for path in val.iterdir() if path.is_dir()]:
+        folder.rmdir()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no val", r"there is no folder .*val\. Give the root.*ROOT/train/CLASS"),
-        ("flat", r"has no folders, one per class.*unpacks flat.*sort"),
-        ("empty class", r"train/emu holds no \.JPEG, \.jpg or \.png"),
-        ("unknown class", r"val has classes that .*train has not: fox \(1 in all\)"),
-    ],
-)
-def test_image_folder_errors_say_what_to_put_where(tmp_path, name, message):
-    break_folder(tmp_path, name)
-    with pytest.raises(SetupError, match=message):
+FOLDERS = {
+    "no val": r"there is no folder .*val\. Give the root.*ROOT/train/CLASS",
+    "flat": r"has no folders, one per class.*unpacks flat.*sort",
+    "empty class": r"train/emu holds no \.JPEG, \.jpg or \.png",
+    "unknown class": r"val has classes that .*train has not: fox \(1 in all\)",
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_image_folder_errors_say_what_to_put_where(tmp_path, name):
+    write_images(tmp_path)
+    val = tmp_path / "val"
+    damages = {
+        "no val": lambda: val.rename(tmp_path / "validation"),
+        "flat": lambda: flatten(val),
+        "empty class": lambda: (tmp_path / "train" / "emu").mkdir(),
+        "unknown class": lambda: (val / "dog").rename(val / "fox"),
+    }
+    damages[name]()
+    with pytest.raises(SetupError, match=FOLDERS[name]):
         load_data(imagenet(tmp_path))
 
 

@@ -1,17 +1,14 @@
 """Training, checkpoints and results of the ViT example, with a very small model."""
 
 import contextlib
-import csv
 import dataclasses
-import gc
 import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
-import sys
-import time
 import types
 from pathlib import Path
 
@@ -20,50 +17,29 @@ import jax
 import numpy as np
 import pytest
 
-from examples import vit_explicit
-from examples.runs import (
-    Display,
-    Interrupted,
-    RunFolder,
-    ScalingConfig,
-    SetupError,
-    data_mesh,
-    read_bad_steps,
-    replicated,
-)
+from examples import runs, vit, vit_explicit
+from examples.runs import Display, Interrupted, RunFolder, SetupError
 from examples.runs.checkpoint import Checkpoints, checksum
 from examples.runs.digest import digests
 from examples.runs.display import describe_bytes, describe_scale
-from examples.vit import (
-    PRESETS,
-    ModelConfig,
-    Style,
-    VisionTransformer,
-    initial_state,
-    load_data,
-    make_step,
-    run,
-    state_before,
-    train,
-)
 
-ROOT = Path(__file__).parents[2]
+from .cases import read_metrics, started, stop_before, wait_for_rows
+
 # Optax's Adam needs JAX's standard promotion.
 pytestmark = pytest.mark.third_party
 
-CONFIG = dataclasses.replace(
-    PRESETS["digits"],
-    steps=10,
-    batch_size=16,
-    warmup_steps=2,
-    log_every=3,
-    checkpoint_every=4,
-    model=ModelConfig(patch=4, width=8, hidden=8, blocks=1, heads=2, dropout=0.2),
-    # Starts too high: the first steps overflow.
-    scaling=ScalingConfig(initial=2.0**22, period=3),
-    accumulate=2,
-    clip=1.0,
-)
+SMALL = vit.ModelConfig(patch=4, width=8, hidden=8, blocks=1, heads=2, dropout=0.2)
+CHANGES = {
+    "steps": 10,
+    "batch_size": 16,
+    "warmup_steps": 2,
+    "log_every": 3,
+    "clip": 1.0,
+}
+CHANGES |= {"checkpoint_every": 4, "model": SMALL, "accumulate": 2}
+# Starts too high: the first steps overflow.
+CHANGES["scaling"] = runs.ScalingConfig(initial=2.0**22, period=3)
+CONFIG = dataclasses.replace(vit.PRESETS["digits"], **CHANGES)
 
 
 def config_in(folder: Path, **changes):
@@ -71,52 +47,31 @@ def config_in(folder: Path, **changes):
 
 
 def one_device():
-    return jax.make_mesh(
-        (1,),
-        ("data",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[:1],
-    )
+    auto, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:1]
+    return jax.make_mesh((1,), ("data",), axis_types=auto, devices=devices)
 
 
 def train_in(folder: Path, precision, should_stop=lambda: False, **changes):
     config = config_in(folder, **changes)
-    return train(
-        config,
-        precision,
-        load_data(config),
-        mesh=one_device(),
-        folder=RunFolder(config),
-        should_stop=should_stop,
-    )
-
-
-def read_metrics(folder: Path):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def stop_before(position: int):
-    """Asks to stop when `position` steps were made."""
-    calls = iter(range(10**6))
-    return lambda: next(calls) == position
+    options = {"folder": RunFolder(config), "should_stop": should_stop}
+    options["mesh"] = one_device()
+    return vit.train(config, precision, vit.load_data(config), **options)
 
 
 def restored(folder: Path, precision, **changes):
     config = config_in(folder, **changes)
     key, shape = jax.random.key(config.seed), (8, 8, 1)
-    batch = {
-        "image": jax.ShapeDtypeStruct((config.batch_size, *shape), "float32"),
-        "label": jax.ShapeDtypeStruct((config.batch_size,), "int32"),
-    }
-    model = VisionTransformer(config.model, shape, 10, key)
-    like = initial_state(config, precision, model, batch)
-    like = eqx.filter_shard(like, replicated(one_device()))
+    size = config.batch_size
+    batch = {"image": jax.ShapeDtypeStruct((size, *shape), "float32")}
+    batch["label"] = jax.ShapeDtypeStruct((size,), "int32")
+    model = vit.VisionTransformer(config.model, shape, 10, key)
+    like = vit.initial_state(config, precision, model, batch)
+    like = eqx.filter_shard(like, runs.replicated(one_device()))
     with Checkpoints(folder, config, precision) as checkpoints:
         return checkpoints.restore(like)
 
 
-# --- Resuming ------------------------------------------------------------------------
+NEVER = types.SimpleNamespace(requested=False)
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +80,23 @@ def job(tmp_path_factory):
     folder, printed = tmp_path_factory.mktemp("job"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr("examples.runs.data_mesh", one_device)
-        run(config_in(folder), Display(), types.SimpleNamespace(requested=False))
+        vit.run(config_in(folder), Display(), NEVER)
     return folder, printed.getvalue()
 
 
 @pytest.fixture
 def finished(job):
     return job[0]
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """Of the finished job, to be damaged."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def record_of(folder):
+    return folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
 
 
 def what_came_out(folder: Path, precision):
@@ -149,15 +114,12 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
         train_in(tmp_path, "float16", stop_before(5))
     assert stopped.value.position == 5
     resumed, resumed_rows = train_in(tmp_path, "float16", resume=True)
-    assert digests(restored(finished, "float16")) == digests(
-        restored(tmp_path, "float16")
-    )
+    ends = [digests(restored(f, "float16")) for f in (finished, tmp_path)]
+    assert ends[0] == ends[1]
     assert resumed_rows == rows and [row.step for row in rows] == list(range(1, 11))
     assert (tmp_path / "metrics.csv").read_text().splitlines()[1:] == lines
-    timeless = {"step_seconds": 0.0}
-    assert dataclasses.replace(resumed, **timeless) == dataclasses.replace(
-        result, **timeless
-    )
+    timeless = [dataclasses.replace(r, step_seconds=0.0) for r in (resumed, result)]
+    assert timeless[0] == timeless[1]
 
 
 @pytest.mark.slow
@@ -165,11 +127,11 @@ def test_a_skipped_step_is_made_again_bit_for_bit(finished):
     _, rows, _ = what_came_out(finished, "float16")
     config = config_in(finished)
     last = max((finished / "bad_steps" / "float16").iterdir()).name
-    (bad,) = read_bad_steps(config, int(last.removeprefix("bad_step_")))
+    (bad,) = runs.read_bad_steps(config, int(last.removeprefix("bad_step_")))
     assert bad.step > config.checkpoint_every
     mesh = one_device()
-    state = state_before(config, load_data(config), bad, mesh=mesh)
-    _, metrics = make_step(config, "float16", mesh)(bad.batch, state)
+    state = vit.state_before(config, vit.load_data(config), bad, mesh=mesh)
+    _, metrics = vit.make_step(config, "float16", mesh)(bad.batch, state)
     row = rows[bad.step - 1]
     assert not metrics["finite"] and metrics["loss"] == row.loss
     assert metrics["skipped"] == row.skipped
@@ -180,17 +142,13 @@ def test_a_skipped_step_is_made_again_bit_for_bit(finished):
 def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explicit):
     """As the command line does it: a loss scale that starts too high."""
     monkeypatch.setattr("examples.runs.data_mesh", one_device)
-    style = vit_explicit.STYLE if explicit else Style()
-    config = config_in(
-        tmp_path,
-        precision="float16",
-        steps=2,
-        accumulate=1,
-        style="explicit" if explicit else "autocast",
+    style = vit_explicit.STYLE if explicit else vit.Style()
+    changes = {"style": "explicit" if explicit else "autocast", "accumulate": 1}
+    config = config_in(tmp_path, precision="float16", steps=2, **changes)
+    vit.train(
+        config, "float16", vit.load_data(config), style=style, folder=RunFolder(config)
     )
-    train(config, "float16", load_data(config), style=style, folder=RunFolder(config))
-    never = types.SimpleNamespace(requested=False)
-    run(dataclasses.replace(config, blame=1), Display(), never, style=style)
+    vit.run(dataclasses.replace(config, blame=1), Display(), NEVER, style=style)
     printed = capsys.readouterr().out
     assert "float16, step 1, loss scale 4.1943e+06" in printed
     assert "First bad value: " in printed and ": scale\n" in printed
@@ -220,17 +178,9 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_anew(
 
 
 @pytest.mark.slow
-def test_results_survive_the_loss_of_metrics(finished, tmp_path):
-    result, _, _ = what_came_out(finished, "float32")
-    folder = copied(finished, tmp_path / "run")
-    (folder / "metrics.csv").unlink()
-    resumed, rows = train_in(folder, "float32", resume=True)
-    unknown = {"final_loss": None, "step_seconds": None}
-    assert rows == [] and resumed == dataclasses.replace(result, **unknown)
-
-
-@pytest.mark.slow
-def test_checkpoint_holds_everything(finished):
+def test_checkpoint_holds_everything_and_results_survive_the_loss_of_metrics(
+    finished, copy
+):
     state, position = restored(finished, "float16")
     assert position == 10
     assert int(state.scaling.steps) == 10
@@ -238,9 +188,11 @@ def test_checkpoint_holds_everything(finished):
     assert int(state.scaling.skipped) == rows[-1].skipped > 0
     counts = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0]
     assert {int(count) for count in counts} == {10 - int(state.scaling.skipped)}
-
-
-# --- Damage --------------------------------------------------------------------------
+    result, _, _ = what_came_out(finished, "float32")
+    (copy / "metrics.csv").unlink()
+    resumed, rows = train_in(copy, "float32", resume=True)
+    unknown = {"final_loss": None, "step_seconds": None}
+    assert rows == [] and resumed == dataclasses.replace(result, **unknown)
 
 
 def largest_file(folder: Path) -> Path:
@@ -265,88 +217,55 @@ def lose_record(step: Path):
 
 
 def lose_state(step: Path):
-    for path in sorted((step / "state").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    (step / "state").rmdir()
-
-
-def copied(folder: Path, to: Path) -> Path:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            target = to / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    return to
-
-
-@pytest.fixture
-def late_failures(monkeypatch):
-    """Reads that Orbax leaves behind when one of them fails, and does not wait for."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    yield
-    time.sleep(0.5)
-    gc.collect()  # some wait in cycles, and complain to the test that collects them
+    shutil.rmtree(step / "state")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("late_failures")
 def test_damaged_checkpoint_is_refused(finished, tmp_path):
     for damage in (cut_off, flip_bit, lose_record, lose_state):
-        folder = copied(finished, tmp_path / damage.__name__)
+        folder = shutil.copytree(finished, tmp_path / damage.__name__)
         damage(folder / "checkpoints" / "float32" / "10")
-        with pytest.raises(
-            SetupError,
-            match=rf"The checkpoint .*{damage.__name__}/.*float32/10 is damaged or cut "
-            r"off .* Remove .*float32/10 to continue from step 8",
-        ):
+        match = rf"The checkpoint .*{damage.__name__}/.*float32/10 is damaged or cut "
+        match += r"off .* Remove .*float32/10 to continue from step 8"
+        with pytest.raises(SetupError, match=match):
             restored(folder, "float32")
 
 
 @pytest.mark.slow
-def test_changed_value_is_named(finished, tmp_path):
-    folder = copied(finished, tmp_path / "run")
-    path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
-    record = json.loads(path.read_text())
+def test_changed_value_is_named(copy):
+    record = json.loads(record_of(copy).read_text())
     name = next(name for name in record["digests"] if "embed.weight" in name)
     record["digests"][name] ^= 1
-    path.write_text(json.dumps(record))
+    record_of(copy).write_text(json.dumps(record))
     with pytest.raises(SetupError, match="its record is not as it was written"):
-        restored(folder, "float32")
+        restored(copy, "float32")
     record["checksum"] = checksum(record)
-    path.write_text(json.dumps(record))
+    record_of(copy).write_text(json.dumps(record))
     with pytest.raises(SetupError, match=r"state/model.*embed\.weight is not what was"):
-        restored(folder, "float32")
+        restored(copy, "float32")
 
 
 @pytest.mark.slow
-def test_checkpoint_of_another_version_is_refused(finished, tmp_path):
-    folder = copied(finished, tmp_path / "run")
-    path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
-    text = path.read_text()
+def test_checkpoint_of_another_version_or_run_is_refused(copy):
+    model = dataclasses.replace(CONFIG.model, width=16)
+    match = r"of another run: --model.width was 8 and is 16; --seed was 0 and is 3"
+    with pytest.raises(SetupError, match=match):
+        restored(copy, "float32", seed=3, model=model)
+    text = record_of(copy).read_text()
     for version in (1, 99):
-        path.write_text(text.replace('"version": 2', f'"version": {version}'))
+        changed = text.replace('"version": 2', f'"version": {version}')
+        record_of(copy).write_text(changed)
         with pytest.raises(SetupError, match=f"has version {version}; this program"):
-            restored(folder, "float32")
+            restored(copy, "float32")
 
 
-@pytest.mark.slow
-def test_checkpoint_of_another_run_is_refused(finished):
-    with pytest.raises(
-        SetupError,
-        match=r"of another run: --model.width was 8 and is 16; --seed was 0 and is 3",
-    ):
-        model = dataclasses.replace(CONFIG.model, width=16)
-        restored(finished, "float32", seed=3, model=model)
-
-
-def test_nothing_to_resume(tmp_path):
+def test_runs_are_not_overwritten_by_accident_and_need_a_checkpoint_to_resume(tmp_path):
     with pytest.raises(SetupError, match=r"`--resume`: .* holds no checkpoints"):
-        RunFolder(config_in(tmp_path, resume=True))
+        RunFolder(config_in(tmp_path / "new", resume=True))
     with pytest.raises(SetupError, match="there is no complete checkpoint in"):
-        restored(tmp_path, "float32")
-
-
-def test_unfinished_run_is_not_overwritten_by_accident(tmp_path):
+        restored(tmp_path / "new", "float32")
+    # An unfinished run is not overwritten by accident.
     with pytest.raises(Interrupted):
         train_in(tmp_path, "float32", stop_before(2))
     (tmp_path / "notes.txt").write_text("mine")
@@ -359,24 +278,10 @@ def test_unfinished_run_is_not_overwritten_by_accident(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["results.json", "metrics.csv"])
-def test_damaged_records_are_named(finished, tmp_path, name):
-    folder = copied(finished, tmp_path / "run")
-    (folder / name).write_text("precision,step\nfloat32,x\n")
+def test_damaged_records_are_named(copy, name):
+    (copy / name).write_text("precision,step\nfloat32,x\n")
     with pytest.raises(SetupError, match=f"{name} is damaged"):
-        RunFolder(config_in(folder, resume=True))
-
-
-# --- Interrupting --------------------------------------------------------------------
-
-
-def wait_for_rows(path: Path, count: int, process: subprocess.Popen) -> None:
-    for _ in range(1200):
-        if path.exists() and len(path.read_text().splitlines()) > count:
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    raise AssertionError(process.communicate()[1])
+        RunFolder(config_in(copy, resume=True))
 
 
 ONE_DEVICE = "--xla_force_host_platform_device_count=1"  # the last one counts
@@ -384,25 +289,19 @@ ONE_DEVICE = "--xla_force_host_platform_device_count=1"  # the last one counts
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
-    model, scaling = CONFIG.model, CONFIG.scaling
-    options = (
-        f"--precision float16 --steps 1000000 --batch-size {CONFIG.batch_size} "
-        f"--warmup-steps {CONFIG.warmup_steps} --accumulate {CONFIG.accumulate} "
-        f"--clip {CONFIG.clip} --model.patch {model.patch} --model.width {model.width} "
-        f"--model.hidden {model.hidden} --model.blocks {model.blocks} "
-        f"--model.heads {model.heads} --model.dropout {model.dropout} "
-        f"--scaling.initial {scaling.initial} --scaling.period {scaling.period} "
-        f"--log-every 2 --run-dir {tmp_path}"
-    ).split()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.vit", *options],
-        cwd=ROOT,
-        env={key: os.environ[key] for key in os.environ if key != "MAKELEVEL"}
-        | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ONE_DEVICE}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    names = ("patch", "width", "hidden", "blocks", "heads", "dropout")
+    options = [
+        *"--precision float16 --steps 1000000 --log-every 2 --run-dir".split(),
+        str(tmp_path),
+        *(f"--model.{name}={getattr(CONFIG.model, name)}" for name in names),
+        f"--batch-size={CONFIG.batch_size}",
+        f"--warmup-steps={CONFIG.warmup_steps}",
+        *(f"--accumulate={CONFIG.accumulate}", f"--clip={CONFIG.clip}"),
+        f"--scaling.initial={CONFIG.scaling.initial}",
+        f"--scaling.period={CONFIG.scaling.period}",
+    ]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {ONE_DEVICE}"
+    process = started("vit", *options, stderr=subprocess.PIPE, XLA_FLAGS=flags)
     wait_for_rows(tmp_path / "metrics.csv", 6, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=120)
@@ -414,16 +313,13 @@ def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
     assert position == int(state.scaling.steps) == len(read_metrics(tmp_path)) >= 6
 
 
-# --- Behaviour -----------------------------------------------------------------------
-
-
 def test_batch_must_divide_over_devices_and_micro_batches():
+    assert runs.data_mesh().size == jax.local_device_count()
     mesh = types.SimpleNamespace(size=8)
     config = dataclasses.replace(CONFIG, batch_size=24, accumulate=2)
-    with pytest.raises(
-        SetupError, match=r"micro-batches times devices, 2 x 8; got 24. Use 32\."
-    ):
-        train(config, "float32", load_data(config), mesh=mesh)  # type: ignore
+    match = r"micro-batches times devices, 2 x 8; got 24. Use 32\."
+    with pytest.raises(SetupError, match=match):
+        vit.train(config, "float32", vit.load_data(config), mesh=mesh)  # type: ignore
 
 
 @pytest.mark.slow
@@ -433,7 +329,7 @@ def test_micro_batches_train_on_the_whole_batch():
     losses = {}
     for parts in (1, 4):
         config = dataclasses.replace(CONFIG, model=model, accumulate=parts)
-        _, rows = train(config, "float32", load_data(config), mesh=one_device())
+        _, rows = vit.train(config, "float32", vit.load_data(config), mesh=one_device())
         losses[parts] = [row.loss for row in rows]
     np.testing.assert_allclose(losses[4], losses[1], rtol=1e-4)
 
@@ -442,17 +338,16 @@ def test_micro_batches_train_on_the_whole_batch():
 def test_runaway_skipping_stops_with_a_diagnosis():
     scaling = dataclasses.replace(CONFIG.scaling, max_skipped_in_a_row=4)
     config = dataclasses.replace(CONFIG, scaling=scaling)
-    data = load_data(config)
+    data = vit.load_data(config)
     broken = data.train.map(lambda batch: {**batch, "image": batch["image"] * np.nan})
     with pytest.raises(FloatingPointError, match="in a row"):
         data = dataclasses.replace(data, train=broken)
-        train(config, "float16", data, mesh=one_device())
+        vit.train(config, "float16", data, mesh=one_device())
 
 
 @pytest.mark.slow
-def test_the_whole_job(job, tmp_path):
-    finished, printed = job
-    folder = copied(finished, tmp_path / "run")
+def test_the_whole_job(job, copy):
+    folder, printed = copy, job[1]
     config = config_in(folder)
     for precision in config.precisions:
         assert precision in printed
@@ -471,12 +366,9 @@ def test_the_whole_job(job, tmp_path):
     assert [float(row["loss_scale"]) for row in rows[::10]] == [1, 2.0**22, 1]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     # A finished run may be replaced, and resuming it trains nothing.
-    resumed = dataclasses.replace(config, resume=True)
-    run(resumed, Display(), types.SimpleNamespace(requested=False))
-    assert (
-        json.loads((folder / "results.json").read_text())["results"]
-        == (results["results"])
-    )
+    vit.run(dataclasses.replace(config, resume=True), Display(), NEVER)
+    again = json.loads((folder / "results.json").read_text())
+    assert again["results"] == results["results"]
     RunFolder(config)
     assert not (folder / "checkpoints").exists()
 
@@ -484,7 +376,7 @@ def test_the_whole_job(job, tmp_path):
 @pytest.mark.exhaustive
 def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
     config = config_in(tmp_path, style="explicit", accumulate=1)
-    vit_explicit.run(config, Display(), types.SimpleNamespace(requested=False))
+    vit_explicit.run(config, Display(), NEVER)
     assert "ViT on handwritten digits, explicit" in capsys.readouterr().out
     rows = read_metrics(tmp_path)
     losses = {
@@ -494,9 +386,8 @@ def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
     # The first is float32's but for rounding, and the scale starts too high.
     for precision in ("float16", "bfloat16"):
         assert losses[precision][0] != losses["float32"][0]
-        np.testing.assert_allclose(
-            losses[precision][0], losses["float32"][0], rtol=1e-2
-        )
+        first = losses[precision][0], losses["float32"][0]
+        np.testing.assert_allclose(*first, rtol=1e-2)
     results = json.loads((tmp_path / "results.json").read_text())
     skipped = {r["precision"]: r["skipped"] for r in results["results"]}
     assert skipped["float32"] == skipped["bfloat16"] == 0 and skipped["float16"] > 0
@@ -508,7 +399,7 @@ def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
 def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
     recipes = {"precision": "float32", "recipe": ("delayed", "current")}
     config = config_in(tmp_path, accumulate=1, **recipes)
-    run(config, Display(), types.SimpleNamespace(requested=False))
+    vit.run(config, Display(), NEVER)
     printed = capsys.readouterr().out
     assert "delayed" in printed and "current" in printed
     rows = read_metrics(tmp_path)
@@ -534,20 +425,8 @@ def test_half_precision_products_are_computed_in_float32_on_a_cpu(dtype):
     assert "= f32[64,64]" in product
 
 
-def test_default_mesh_is_every_device():
-    assert data_mesh().size == jax.local_device_count()
-
-
 def test_numbers_for_people():
-    assert [describe_scale(s) for s in (1, 2.0**15, 3, 0.5)] == [
-        "1",
-        "2^15",
-        "3",
-        "2^-1",
-    ]
-    assert [describe_bytes(b) for b in (None, 800, 12_300_000, 2.5e9)] == [
-        "unknown",
-        "0.8 kB",
-        "12.3 MB",
-        "2.5 GB",
-    ]
+    scales = [describe_scale(s) for s in (1, 2.0**15, 3, 0.5)]
+    assert scales == ["1", "2^15", "3", "2^-1"]
+    sizes = [describe_bytes(b) for b in (None, 800, 12_300_000, 2.5e9)]
+    assert sizes == ["unknown", "0.8 kB", "12.3 MB", "2.5 GB"]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,25 +31,23 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     from . import damage, kills, soak
 
-    def report(name: str, start: float, text: str) -> None:
+    def report(name: str, campaign: Callable[[], str]) -> None:
+        start = time.perf_counter()
+        text = campaign()
         print(f"{name}: {text} ({time.perf_counter() - start:.0f} s)", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
         if given.steps:
-            report("soak", start, soak.soak(given.steps).summary())
-        start = time.perf_counter()
+            report("soak", lambda: soak.soak(given.steps).summary())
         if given.kills:
-            found = kills.killed(Path(folder) / "kills", given.kills, given.seed)
-            report("kills", start, found.summary())
-        start = time.perf_counter()
+            path = Path(folder) / "kills"
+            run = lambda: kills.killed(path, given.kills, given.seed)  # noqa: E731
+            report("kills", lambda: run().summary())
         if given.flips:
             saved = damage.Saved(Path(folder) / "damage")
-            outcomes = list(damage.flips(saved, given.flips, given.seed))
-            report("flipped bits", start, damage.summary(outcomes))
-            start = time.perf_counter()
-            outcomes = list(damage.cuts(saved, given.flips, given.seed))
-            report("cut or lost files", start, damage.summary(outcomes))
+            count = saved, given.flips, given.seed
+            report("flipped bits", lambda: damage.summary(damage.flips(*count)))
+            report("cut or lost files", lambda: damage.summary(damage.cuts(*count)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,6 @@ class Saved:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether all arrays are equal, bit for bit."""
-
     def bits(x: Any) -> bytes:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
@@ -118,8 +116,8 @@ def cuts(saved: Saved, count: int, seed: int = 1) -> Iterator[Outcome]:
         path.write_bytes(content)
 
 
-def summary(outcomes: list[Outcome]) -> str:
-    """The figures in one line."""
+def summary(found: Iterable[Outcome]) -> str:
+    outcomes = list(found)
     errors = [o for o in outcomes if o.error is not None]
     return (
         f"{len(outcomes)} damaged files: {sum(o.is_silent for o in outcomes)} silent, "

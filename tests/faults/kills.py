@@ -112,7 +112,6 @@ def newest(folder: Path) -> int:
 
 
 def is_saving(folder: Path) -> bool:
-    """Whether there is a checkpoint that is not complete."""
     return any(folder.glob(f"checkpoints/*/{UNFINISHED}"))
 
 

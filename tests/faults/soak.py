@@ -35,8 +35,6 @@ FIRST, LARGEST = 2.0**10, 2.0**12
 
 @dataclasses.dataclass
 class Soak:
-    """What came of a soak."""
-
     steps: int
     faults: int
     skipped: int
@@ -78,8 +76,6 @@ def loss(weights: Any, x: Any, y: Any) -> Any:
 
 
 class Trainer:
-    """The training, on a mesh of all devices."""
-
     def __init__(self) -> None:
         devices = jax.devices()[:8]
         auto = (AxisType.Auto,)
@@ -91,10 +87,8 @@ class Trainer:
 
     def initial(self, with_faults: bool) -> Any:
         keys = jax.random.split(jax.random.key(0))
-        weights = {
-            "first": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 4,
-            "last": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4,
-        }
+        first, last = (jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys)
+        weights = {"first": first, "last": last}
         weights = jax.device_put(weights, self.divided)
         state = mpx.init_optimizer(self.optimizer, weights)
         scaling = mpx.DynamicLossScaling(FIRST, period=PERIOD, max_loss_scaling=LARGEST)
@@ -109,9 +103,8 @@ class Trainer:
         # One program for both runs: two would round in two ways.
         is_left_out = lambda count: (fault_row(count) >= 0) & ~with_faults  # noqa: E731
         count = jax.lax.while_loop(is_left_out, lambda count: count + 1, count)
-        x = jax.random.normal(
-            jax.random.fold_in(jax.random.key(1), count), (ROWS, WIDTH)
-        )
+        key = jax.random.fold_in(jax.random.key(1), count)
+        x = jax.random.normal(key, (ROWS, WIDTH))
         is_bad_row = jnp.arange(ROWS)[:, None] == fault_row(count)
         x = jnp.where(is_bad_row, jnp.nan, x)
         x = jax.lax.with_sharding_constraint(x, self.divided)
@@ -121,7 +114,6 @@ class Trainer:
 
 
 def faults_in(steps: int) -> np.ndarray:
-    """Which of the first steps are bad."""
     return np.asarray(jax.vmap(fault_row)(jnp.arange(steps)) >= 0)
 
 
@@ -147,18 +139,11 @@ def soak(steps: int, pieces: int = 10) -> Soak:
         oracle.step(not is_bad, is_loss_finite=not is_bad)
     scaling = state[2]
     same = [digests(s[:2]) for s in (state, expected)]
-    return Soak(
-        steps=steps,
-        faults=int(bad.sum()),
-        skipped=int(scaling.skipped),
-        restored=pieces,
-        traces=trainer.traces,
-        arrays=(seen[0][0], seen[-1][0]),
-        megabytes=(seen[0][1], seen[-1][1]),
-        scale_is_right=float(scaling.loss_scale) == oracle.scale,
-        is_equal=same[0] == same[1],
-        calls_the_host=calls_the_host(compiled),
-    )
+    is_right, is_equal = float(scaling.loss_scale) == oracle.scale, same[0] == same[1]
+    counts = steps, int(bad.sum()), int(scaling.skipped), pieces, trainer.traces
+    arrays, megabytes = zip(seen[0], seen[-1], strict=True)
+    calls = calls_the_host(compiled)
+    return Soak(*counts, arrays, megabytes, is_right, is_equal, calls)
 
 
 def through_disk(state: Any, path: Path) -> Any:

@@ -41,16 +41,13 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def steps(precision: str, mesh: Any) -> dict[str, Any]:
-    """A good step, a bad one, a good one."""
     fsdp, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     func = mpx.autocast(loss, **PRECISIONS[precision])
     optimizer = optax.adamw(1e-2)
-    shapes = {"first": (WIDTH, WIDTH), "last": (WIDTH, WIDTH)}
 
     def weights() -> Any:
-        keys = jax.random.split(jax.random.key(0))
-        pairs = zip(shapes.items(), keys, strict=True)
-        return {name: jax.random.normal(key, size) / 8 for (name, size), key in pairs}
+        pairs = zip(("first", "last"), jax.random.split(jax.random.key(0)), strict=True)
+        return {name: jax.random.normal(key, (WIDTH, WIDTH)) / 8 for name, key in pairs}
 
     w = jax.jit(weights, out_shardings=fsdp)()
     opt_state = mpx.init_optimizer(optimizer, w)

@@ -33,7 +33,6 @@ def stored_once(x, code):
 
 
 def stored(x, code):
-    """The array in few bits, and what it holds."""
     array, full = stored_once(jnp.asarray(x, jnp.float32), code)
     return array, np.asarray(full)
 
@@ -42,8 +41,7 @@ def stored(x, code):
 @pytest.mark.parametrize("scale", [1.0, 3.3e38, 1.7e-15, 0.1, 7e-5])
 def test_what_is_read_and_stored_again_keeps_its_bits(code, scale):
     """All codes of a format. So steps that change nothing change no bit."""
-    least = -code.levels if code.signed else 0
-    codes = np.arange(least, code.levels + 1)
+    codes = np.arange(-code.levels if code.signed else 0, code.levels + 1)
     codes = np.resize(codes, (-(-codes.size // 127), 127))
     largest = np.full((len(codes), 1), code.levels)  # what makes the scale
     codes = jnp.asarray(np.concatenate([codes, largest], 1).astype(code.dtype))
@@ -51,8 +49,7 @@ def test_what_is_read_and_stored_again_keeps_its_bits(code, scale):
     before = CompressedArray(codes, scales, code)
     x = jax.jit(decode, static_argnums=2)(codes, scales, code)
     found = jax.jit(lambda x: compressed(x, code, NOISE, before))(x)
-    assert np.array_equal(found.scales, scales)
-    assert np.array_equal(found.codes, codes)
+    assert np.array_equal(found.scales, scales) and np.array_equal(found.codes, codes)
     # Without what was stored before, the last bit of a quotient may count.
     alone = jax.jit(lambda x, s: encode(x, s, code, NOISE))(x, scales)
     assert np.abs(np.subtract(alone, codes, dtype=int)).max() <= 1
@@ -71,24 +68,30 @@ def test_every_shape_is_near(shape, code):
     x = x if code.signed else x * x
     array, full = stored(x, code)
     assert array.shape == shape and array.codes.dtype == code.dtype
-    power = 2 if code.signed else 4
     largest = np.max(np.abs(x), initial=0)
-    limit = 1.02 * power * largest / code.levels
+    limit = 1.02 * (2 if code.signed else 4) * largest / code.levels
     assert np.all(np.abs(full - x) <= limit)
     assert layout_of(shape).size <= 128 and np.all(full * x >= 0)
     assert code.signed or np.all((full == 0) == (x == 0))
 
 
+LAYOUTS = {(64, 4096): (1, 128, 32), (300,): (0, 100, 3), (131,): (0, 128, 2)}
+LAYOUTS |= {(4096, 3): (0, 128, 32), (3, 3, 64, 32): (2, 64, 1)}
+
+
 def test_layouts():
-    for shape, axis, size, count in [
-        ((64, 4096), 1, 128, 32),
-        ((300,), 0, 100, 3),
-        ((131,), 0, 128, 2),
-        ((4096, 3), 0, 128, 32),
-        ((3, 3, 64, 32), 2, 64, 1),
-    ]:
+    for shape, wanted in LAYOUTS.items():
         layout = layout_of(shape)
-        assert (layout.axis, layout.size, layout.count) == (axis, size, count), shape
+        assert (layout.axis, layout.size, layout.count) == wanted, shape
+
+
+@pytest.mark.slow
+def test_subnormal_numbers_and_a_wide_range():
+    for code in CODES:
+        _, full = stored(np.float32([1e-42, 0, 3e-39]), code)
+        assert np.all(np.abs(full) <= 2.0**-126)
+        _, full = stored([1e-30, 1e30], code)
+        assert full[1] == np.float32(1e30) and 0 <= full[0] <= 7e-5 * 1e30
 
 
 @each_code
@@ -117,16 +120,6 @@ def test_a_negative_number_where_none_may_be_is_no_number(code):
     """What was proved is looked at again: hyperparameters may be changed."""
     assert np.isnan(stored([1.0, -1e-20, 2.0], code)[1]).all()
     assert not np.isnan(stored([1.0, -0.0, 2.0], code)[1]).any()
-
-
-@pytest.mark.slow
-def test_subnormal_numbers_and_a_wide_range():
-    for code in CODES:
-        _, full = stored(np.float32([1e-42, 0, 3e-39]), code)
-        assert np.all(np.abs(full) <= 2.0**-126)
-        _, full = stored([1e-30, 1e30], code)
-        assert full[1] == np.float32(1e30)
-        assert 0 <= full[0] <= 7e-5 * 1e30
 
 
 @pytest.mark.parametrize("exponent", [-20, -24, -30])
@@ -163,9 +156,6 @@ def test_an_unchanged_number_keeps_its_code():
     after = again(changed)
     assert np.array_equal(after.codes[128:], before.codes[128:])
     np.testing.assert_allclose(after.full(), changed, rtol=2e-3, atol=1e-6)
-
-
-# --- Bits -----------------------------------------------------------------------------
 
 
 def all_kinds_of_bits():

@@ -1,7 +1,6 @@
 """`mpx.compress_state`: what is proved of a state, and steps with it."""
 
 import functools
-import importlib
 import pickle
 
 import jax
@@ -39,10 +38,9 @@ def steps(tx, model, state, count=3):
     return model, state
 
 
-# --- What is proved -------------------------------------------------------------------
-
 # Arrays like weights, by the fields of the state: + is never negative, S accumulates, C
 # is a copy.
+AVERAGES = {"exp_avg": "", "exp_avg_sq": "+", "grad_sum": ""}
 KINDS = {
     "adam": (optax.adam, {"mu": "", "nu": "+"}),
     "adamax": (optax.adamax, {"mu": "", "nu": "+"}),
@@ -56,14 +54,8 @@ KINDS = {
     "acprop": (contrib.acprop, {"mu": "", "nu": "+"}),
     "adopt": (contrib.adopt, {"mu": "", "nu": "+"}),
     "simplified_ademamix": (contrib.simplified_ademamix, {"m": "", "n": "+"}),
-    "dadapt": (
-        contrib.dadapt_adamw,
-        {"exp_avg": "", "exp_avg_sq": "+", "grad_sum": ""},
-    ),
-    "prodigy": (
-        contrib.prodigy,
-        {"exp_avg": "", "exp_avg_sq": "+", "grad_sum": "", "params0": "SC"},
-    ),
+    "dadapt": (contrib.dadapt_adamw, AVERAGES),
+    "prodigy": (contrib.prodigy, AVERAGES | {"params0": "SC"}),
     "schedule_free": (contrib.schedule_free_adamw, {"nu": "+", "z": "SC"}),
     "MultiSteps": (
         lambda rate: optax.MultiSteps(optax.adam(rate), 3),
@@ -84,14 +76,9 @@ def test_what_is_proved_of_a_state(name):
     kinds = kinds_of(tx.init, update, model, tx.init(model))
     is_kind = lambda node: type(node).__name__ == "Kind"  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(kinds, is_leaf=is_kind)
-    found = {
-        path[-2].name: "+" * (not kind.signed)
-        + "S" * kind.accumulates
-        + "C" * kind.is_copy
-        for path, kind in leaves
-        if getattr(path[-1], "key", None) == "w"
-    }
-    assert found == wanted
+    text = lambda k: "+" * (not k.signed) + "S" * k.accumulates + "C" * k.is_copy  # noqa: E731
+    like = [each for each in leaves if getattr(each[0][-1], "key", None) == "w"]
+    assert {path[-2].name: text(kind) for path, kind in like} == wanted
 
 
 def test_a_factor_that_may_be_above_one_proves_nothing():
@@ -100,10 +87,8 @@ def test_a_factor_that_may_be_above_one_proves_nothing():
 
     def update(params, state):
         decay = 3 * state["decay"]
-        nu = {
-            "w": decay * state["nu"]["w"] + (1 - decay) * params["w"] ** 2,
-        }
-        return {"nu": nu, "decay": state["decay"]}
+        nu = decay * state["nu"]["w"] + (1 - decay) * params["w"] ** 2
+        return {"nu": {"w": nu}, "decay": state["decay"]}
 
     kinds = kinds_of(init, update, weights(), init(weights()))
     assert kinds["nu"]["w"].signed and not kinds["decay"].signed
@@ -120,20 +105,17 @@ def test_a_function_that_is_called_twice_is_not_taken_for_a_square():
     assert kinds_of(init, update, weights(), init(weights()))["w"].signed
 
 
-# --- Steps ----------------------------------------------------------------------------
+MAKERS = {
+    "adamw": optax.adamw,
+    "adagrad": optax.adagrad,
+    "MultiSteps": lambda rate: optax.MultiSteps(optax.adam(rate), 2),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("adamw", optax.adamw),
-        ("adagrad", optax.adagrad),
-        ("MultiSteps", lambda rate: optax.MultiSteps(optax.adam(rate), 2)),
-    ],
-)
+@pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
-def test_steps_follow_those_in_float32(name, make, moments):
-    tx, model = make(1e-2), weights()
+def test_steps_follow_those_in_float32(name, moments):
+    tx, model = MAKERS[name](1e-2), weights()
     small = mpx.compress_state(tx, moments)
     wanted, _ = steps(tx, model, tx.init(model), 4)
     found, state = steps(small, model, small.init(model), 4)
@@ -145,26 +127,25 @@ def test_steps_follow_those_in_float32(name, make, moments):
     assert kept < (0.52 if moments == "bfloat16" or name == "adagrad" else 0.36) * full
 
 
-def test_a_skipped_step_keeps_all_bits():
+def test_a_skipped_step_keeps_all_bits_and_a_restored_run_continues():
     tx, model = mpx.compress_state(optax.adagrad(1e-2)), weights()
     model, state = steps(tx, model, tx.init(model))
+    restored = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps((model, state))))
+    assert same_bits(steps(tx, *restored), steps(tx, model, state))
     bad = jax.tree.map(lambda g: g.at[0, 0].set(jnp.nan), gradients())
     assert same_bits(mpx.optimizer_update(model, tx, state, bad, False), (model, state))
     inside = mpx.compress_state(mpx.skip_nonfinite(optax.adagrad(1e-2)))
     model, state = steps(inside, weights(), inside.init(weights()))
-    after, new = jax.jit(lambda m, s: mpx.optimizer_update(m, inside, s, bad, True))(
-        model, state
-    )
+    step = jax.jit(lambda m, s: mpx.optimizer_update(m, inside, s, bad, True))
+    after, new = step(model, state)
     assert same_bits(after, model) and int(new.step) == int(state.step)
     assert same_bits(new.inner_state.inner_state, state.inner_state.inner_state)
     assert int(new.inner_state.record.skipped) == 1
-
-
-def test_a_restored_run_continues_bit_for_bit():
-    tx, model = mpx.compress_state(optax.adagrad(1e-2)), weights()
-    run = steps(tx, model, tx.init(model))
-    restored = jax.tree.map(jnp.asarray, pickle.loads(pickle.dumps(run)))
-    assert same_bits(steps(tx, *restored), steps(tx, *run))
+    # What is not skipped shows in the state.
+    tx = mpx.compress_state(optax.adam(1e-3))
+    _, state = mpx.optimizer_update(model, tx, tx.init(model), bad, True)
+    with pytest.raises(FloatingPointError, match=r"mu\['w'\].arrays\['scales'\]"):
+        mpx.guard(state)
 
 
 def test_a_state_in_full_starts_one_and_comes_back():
@@ -183,18 +164,15 @@ def test_shards_have_the_same_numbers():
     """Rounding at random, too; arithmetic may differ in its last bit."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
     tx, model = mpx.compress_state(optax.adagrad(1e-2)), weights()
+    codes = lambda state: state.inner_state[0].sum_of_squares["w"].codes  # noqa: E731
     wanted, full = steps(tx, model, tx.init(model))
     for spec in (P("d"), P(None, "d")):
         placed = jax.device_put(model, NamedSharding(mesh, spec))
         state = mpx.init_optimizer(tx, placed)
-        array = state.inner_state[0].sum_of_squares["w"]
-        assert array.codes.sharding.spec == spec
+        assert codes(state).sharding.spec == spec
         found, state = steps(tx, placed, state)
         np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-5, atol=1e-7)
-        codes, others = (
-            np.int32(s.inner_state[0].sum_of_squares["w"].codes) for s in (state, full)
-        )
-        assert np.mean(codes != others) < 0.02
+        assert np.mean(np.int32(codes(state)) != np.int32(codes(full))) < 0.02
 
 
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, ("d", "e"))])
@@ -203,27 +181,27 @@ def test_codes_of_shards_are_those_of_the_whole(code, spec):
     """XLA divided by scales in shards, and multiplied by their inverses elsewhere."""
     mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (64, 256)) ** 2
-
-    @jax.jit
-    def stored(x):
-        return compressed(x, code, Noise(jnp.uint32(3), "a"))
-
+    stored = jax.jit(lambda x: compressed(x, code, Noise(jnp.uint32(3), "a")))
     found = stored(jax.device_put(x, NamedSharding(mesh, spec)))
     assert found.codes.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     assert same_bits(found, stored(x))
 
 
-def test_donation():
+def test_donation_and_bytes_by_part():
     tx = mpx.master_weights(mpx.compress_state(optax.adam(1e-3)), bits=16)
     model = weights("bfloat16")
     state = jax.jit(tx.init)(model)
-    step = jax.jit(
-        lambda m, s: mpx.optimizer_update(m, tx, s, gradients(), True),
-        donate_argnums=(0, 1),
-    )
-    memory = step.lower(model, state).compile().memory_analysis()
+    step = lambda m, s: mpx.optimizer_update(m, tx, s, gradients(), True)  # noqa: E731
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(model, state).compile()
     size = sum(x.nbytes for x in jax.tree.leaves((model, state)))
-    assert memory.alias_size_in_bytes == size < 6.3 * 32 * 128
+    assert compiled.memory_analysis().alias_size_in_bytes == size < 6.3 * 32 * 128
+    report = mpx.state_bytes(model, jax.eval_shape(tx.init, model))
+    sizes = {name: size / report.weights for name, _, size in report.parts}
+    assert sizes["weights"] == sizes["low_bits"] == 2
+    assert sizes["mu"] == sizes["nu"] == 1 + 1 / 32
+    assert 6.06 < report.per_weight < 6.07 and "8 bits, signed" in str(report)
+    with pytest.raises(ValueError, match="needs a model with arrays"):
+        mpx.state_bytes({}, ())
 
 
 @pytest.mark.parametrize("make", [optax.adam, optax.adagrad, optax.yogi])
@@ -231,86 +209,48 @@ def test_donation():
 def test_a_compiled_init_does_its_work_when_it_runs(make, moments):
     """XLA encodes the zeros of `init` number by number while it compiles."""
     tx, model = mpx.compress_state(make(1e-3), moments), weights()
-    whole = jax.jit(tx.init).lower(model).compile()
-    assert whole.cost_analysis().get("flops", 0) > 4 * 32 * 128
-    assert same_bits(whole(model), tx.init(model))
+    init = functools.partial(mpx.init_optimizer, tx)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     placed = jax.device_put(model, NamedSharding(mesh, P("d")))
-    init = functools.partial(mpx.init_optimizer, tx)
+    whole = jax.jit(tx.init).lower(model).compile()
     parts = jax.jit(init).lower(placed).compile()
+    assert whole.cost_analysis().get("flops", 0) > 4 * 32 * 128
     assert parts.cost_analysis().get("flops", 0) > 4 * 32 * 128 / 8
+    assert same_bits(whole(model), tx.init(model))
     for state in (init(placed), parts(placed)):
         assert same_bits(state, tx.init(model))
         (codes, *_) = (x for x in jax.tree.leaves(state) if x.shape == (32, 128))
         assert codes.sharding.shard_shape(codes.shape) == (4, 128)
 
 
-def test_nan_shows_in_the_state():
-    tx, model = mpx.compress_state(optax.adam(1e-3)), weights()
-    bad = jax.tree.map(lambda g: g.at[0, 0].set(jnp.nan), gradients())
-    _, state = mpx.optimizer_update(model, tx, tx.init(model), bad, True)
-    with pytest.raises(FloatingPointError, match=r"mu\['w'\].arrays\['scales'\]"):
-        mpx.guard(state)
-
-
-def test_nnx():
-    nnx = pytest.importorskip("flax.nnx")
-    update = importlib.import_module("mpx.nnx").update
-    layer = nnx.Linear(32, 128, rngs=nnx.Rngs(0))
-    tx = mpx.compress_state(optax.adagrad(1e-2))
-    optimizer = nnx.Optimizer(layer, tx, wrt=nnx.Param)
-    loss = lambda layer: jnp.sum(layer(jnp.ones((3, 32))) ** 2)  # noqa: E731
-    for _ in range(2):
-        grads = nnx.grad(loss)(layer)
-        update(optimizer, layer, grads, True)
-        optimizer.update(layer, grads)
-    codes = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.shape == (32, 128)]
-    assert [x.dtype for x in codes] == [jnp.uint16]
-
-
-# --- Which arrays, and errors ---------------------------------------------------------
-
-
 def test_small_integer_and_wide_arrays_stay():
+    is_compressed = lambda x: isinstance(x, mpx.quantization.CompressedArray)  # noqa: E731
+    compress = functools.partial(mpx.compress_state, optax.adam(1e-3))
     model = {"w": jnp.ones((32, 128)), "b": jnp.ones(128), "s": jnp.ones(())}
-    state = mpx.compress_state(optax.adam(1e-3)).init(model)
-    moment = state.inner_state[0].mu
-    assert isinstance(moment["w"], mpx.quantization.CompressedArray) and moment[
-        "w"
-    ].shape == (
-        32,
-        128,
-    )
+    moment = compress().init(model).inner_state[0].mu
+    assert is_compressed(moment["w"]) and moment["w"].shape == (32, 128)
     assert moment["b"].dtype == jnp.float32 and moment["s"].shape == ()
-    tx = mpx.compress_state(optax.adam(1e-3), where=lambda path, leaf: "nu" in path)
     with pytest.raises(ValueError, match=r"at least one axis; got float32\[\]"):
-        tx.init(model)
-    only = mpx.compress_state(
-        optax.adam(1e-3), where=lambda path, leaf: path.endswith("nu['b']")
-    )
-    moments = only.init(model).inner_state[0]
-    assert isinstance(moments.nu["b"], mpx.quantization.CompressedArray)
-    assert not isinstance(moments.nu["w"], mpx.quantization.CompressedArray)
+        compress(where=lambda path, leaf: "nu" in path).init(model)
+    only = compress(where=lambda path, leaf: path.endswith("nu['b']"))
+    nu = only.init(model).inner_state[0].nu
+    assert is_compressed(nu["b"]) and not is_compressed(nu["w"])
 
 
 def wrong(case):
-    tx, model = mpx.compress_state(optax.adam(1e-3)), weights()
-    match case:
-        case "optimizer":
-            mpx.compress_state("adam")
-        case "moments":
-            mpx.compress_state(optax.adam(1e-3), "4bit")
-        case "state":
-            tx.update(model, optax.adam(1e-3).init(model), model)
-        case "arguments":
-            plateau = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
-            mpx.compress_state(plateau).init(model)
-        case "arithmetic":
-            jax.tree.map(lambda x: x / 2, tx.init(model))
-        case "codes":
-            state = tx.init(model)
-            inner = jax.tree.map(lambda x: x / 2, state.inner_state)
-            tx.update(model, state._replace(inner_state=inner), model)
+    tx, model, adam = mpx.compress_state(optax.adam(1e-3)), weights(), optax.adam(1e-3)
+    state, halve = tx.init(model), functools.partial(jax.tree.map, lambda x: x / 2)
+    halved = lambda: state._replace(inner_state=halve(state.inner_state))  # noqa: E731
+    plateau = optax.chain(adam, contrib.reduce_on_plateau())
+    calls = {
+        "optimizer": lambda: mpx.compress_state("adam"),
+        "moments": lambda: mpx.compress_state(adam, "4bit"),
+        "state": lambda: tx.update(model, adam.init(model), model),
+        "arguments": lambda: mpx.compress_state(plateau).init(model),
+        "arithmetic": lambda: halve(state),
+        "codes": lambda: tx.update(model, halved(), model),
+    }
+    calls[case]()
 
 
 @pytest.mark.parametrize(
@@ -327,15 +267,3 @@ def wrong(case):
 def test_errors(case, error, match):
     with unchecked_annotations(), pytest.raises(error, match=match):
         wrong(case)
-
-
-def test_bytes_by_part():
-    model = weights("bfloat16")
-    tx = mpx.master_weights(mpx.compress_state(optax.adam(1e-3)), bits=16)
-    report = mpx.state_bytes(model, jax.eval_shape(tx.init, model))
-    sizes = {name: size / report.weights for name, _, size in report.parts}
-    assert sizes["weights"] == sizes["low_bits"] == 2
-    assert sizes["mu"] == sizes["nu"] == 1 + 1 / 32
-    assert 6.06 < report.per_weight < 6.07 and "8 bits, signed" in str(report)
-    with pytest.raises(ValueError, match="needs a model with arrays"):
-        mpx.state_bytes({}, ())

@@ -20,6 +20,7 @@ from ..step.cases import same_bits
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party
 
+GRADIENT = mpx.filter_grad(jnp.sum, mpx.DynamicLossScaling())
 in_half = pytest.mark.parametrize("dtype", HALF)
 
 
@@ -40,8 +41,8 @@ def test_replaced_weights_are_right(dtype):
     before = np.asarray(state.masters).copy()
     before[2], before[3] = 7.0, -0.0
     still = mpx.master_weights(optax.set_to_zero())
-    _, kept = still.update(jnp.zeros(8), still.init(loaded)._replace(
-        masters=state.masters), loaded)  # fmt: skip
+    own = still.init(loaded)._replace(masters=state.masters)
+    _, kept = still.update(jnp.zeros(8), own, loaded)
     assert np.array_equal(np.asarray(kept.masters), before)
     assert abs(float(new.masters[2]) - 7) < 0.01
     assert same_bits(loaded + updates, new.masters.astype(dtype))
@@ -51,11 +52,8 @@ def test_replaced_weights_are_right(dtype):
 @pytest.mark.parametrize("jit", [False, True])
 def test_skipped_steps_change_nothing(dtype, jit):
     tx, weights, state = small(dtype)
-
-    def skip(weights, state, finite):
-        bad = jnp.full(8, jnp.nan)
-        return mpx.optimizer_update(weights, tx, state, bad, finite)
-
+    bad = jnp.full(8, jnp.nan)
+    skip = lambda w, s, finite: mpx.optimizer_update(w, tx, s, bad, finite)  # noqa: E731
     after = (jax.jit(skip) if jit else skip)(weights, state, jnp.asarray(False))
     assert same_bits(after, (weights, state))
 
@@ -73,13 +71,9 @@ def test_skip_nonfinite_stands_inside():
 
 def test_overflow_of_the_rounding_is_a_bad_step():
     """The master is finite in float32, its float16 is not."""
-    tx = mpx.master_weights(optax.sgd(1.0))
-    weights = jnp.full(2, 65504, jnp.float16)
-    policy = mpx.get_policy("float16")
-    scaling = mpx.DynamicLossScaling(1.0)
-
-    def ascend(w):
-        return -jnp.sum(100 * w.astype(jnp.float32))
+    tx, weights = mpx.master_weights(optax.sgd(1.0)), jnp.full(2, 65504, jnp.float16)
+    policy, scaling = mpx.get_policy("float16"), mpx.DynamicLossScaling(1.0)
+    ascend = lambda w: -jnp.sum(100 * w.astype(jnp.float32))  # noqa: E731
 
     @functools.partial(jax.jit, static_argnames="check")
     def step(scaling, weights, state, check):
@@ -94,7 +88,7 @@ def test_overflow_of_the_rounding_is_a_bad_step():
     assert same_bits((new, after), (weights, state))
 
 
-def test_both_can_be_donated():
+def test_master_weights_can_be_donated_and_are_copied():
     tx = mpx.master_weights(optax.adam(0.1))
     weights = {"w": jnp.ones(64, jnp.bfloat16), "norm": jnp.ones(64)}
     state = tx.init(weights)
@@ -107,10 +101,7 @@ def test_both_can_be_donated():
     assert memory.alias_size_in_bytes >= 64 * (2 + 4 + 8 + 4 + 8)
     new, _ = step(weights, state)  # two of one buffer would raise
     assert weights["w"].is_deleted() and new["w"].dtype == jnp.bfloat16
-
-
-def test_masters_to_start_from_are_copied():
-    """What they were made from may be donated, or deleted, and the state lives on."""
+    # What they were made from may be donated, or deleted, and the state lives on.
     model = {"w": jnp.asarray(np.full(64, 1.001, np.float32))}
     weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model)
     state = mpx.master_weights(optax.sgd(0.1)).init(weights, model)
@@ -120,25 +111,24 @@ def test_masters_to_start_from_are_copied():
 
 def test_masters_are_sharded_like_their_weights():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    places = {"w": P("data", "model"), "b": P("model")}
-    places = {name: NamedSharding(mesh, spec) for name, spec in places.items()}
+    specs = {"w": P("data", "model"), "b": P("model")}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     host = {"w": np.ones((8, 4), jnp.bfloat16), "b": np.ones(4, jnp.bfloat16)}
-    weights = jax.device_put(host, places)
-    tx = mpx.master_weights(optax.adam(0.1))
+    weights, tx = jax.device_put(host, places), mpx.master_weights(optax.adam(0.1))
 
+    @jax.jit
     def step(weights, state):
         grads = jax.tree.map(lambda w: 0.5 * w, weights)
         return mpx.optimizer_update(weights, tx, state, grads, True)
 
     for init in (tx.init, jax.jit(tx.init)):
         state = init(weights)
-        new, after = jax.jit(step)(weights, state)
+        new, after = step(weights, state)
         for name, place in places.items():
             for array in (state.masters[name], after.masters[name], new[name]):
                 assert array.sharding.is_equivalent_to(place, array.ndim)
             assert state.masters[name].dtype == jnp.float32
-    expected = jax.jit(step)(host, tx.init(host))
-    assert same_bits((new, after), expected)
+    assert same_bits((new, after), step(host, tx.init(host)))
 
 
 @pytest.mark.parametrize("how", ["pickle", "equinox"])
@@ -151,8 +141,8 @@ def test_checkpoints(how, tmp_path):
         like = jax.eval_shape(lambda: (weights, tx.init(weights)))
         restored = eqx.tree_deserialise_leaves(tmp_path / "x.eqx", like)
     assert same_bits(restored, (weights, state))
-    go_on = [tx.update(jnp.ones(8), s, w) for w, s in (restored, (weights, state))]
-    assert same_bits(go_on[0][1], go_on[1][1])
+    update = lambda w, s: tx.update(jnp.ones(8), s, w)[1]  # noqa: E731
+    assert same_bits(update(*restored), update(weights, state))
 
 
 def test_scan_over_steps():
@@ -160,22 +150,24 @@ def test_scan_over_steps():
     tx, weights, state = small()
 
     def step(carry, grad):
-        weights, state = carry
-        updates, state = tx.update(grad, state, weights)
-        return (optax.apply_updates(weights, updates), state), None
+        updates, state = tx.update(grad, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
 
-    (weights, state), _ = jax.jit(jax.lax.scan, static_argnums=0)(
-        step, (weights, state), jnp.ones((50, 8))
-    )
+    scan = jax.jit(functools.partial(jax.lax.scan, step))
+    (weights, state), _ = scan((weights, state), jnp.ones((50, 8)))
     assert same_bits(weights, state.masters.astype(jnp.bfloat16))
-    np.testing.assert_allclose(
-        state.masters, np.linspace(-1, 1, 8) - 0.051, atol=2**-9 + 1e-3
-    )
+    wanted = np.linspace(-1, 1, 8) - 0.051
+    np.testing.assert_allclose(state.masters, wanted, atol=2**-9 + 1e-3)
+    with jax.numpy_dtype_promotion("strict"):
+        tx = mpx.master_weights(optax.sgd(0.5))
+        weights = jnp.ones(2, jnp.bfloat16)
+        updates, _ = tx.update(weights, tx.init(weights), weights)
+        assert np.all(optax.apply_updates(weights, updates) == 0.5)
 
 
 def test_unrolled_steps_keep_masters():
     """XLA may drop a cast to half precision and back; the masters do not notice."""
-    tx = mpx.master_weights(optax.sgd(2.0**-12))
+    tx, start = mpx.master_weights(optax.sgd(2.0**-12)), jnp.ones(2, jnp.bfloat16)
 
     @jax.jit
     def steps(weights, state):
@@ -183,18 +175,9 @@ def test_unrolled_steps_keep_masters():
             weights, state = mpx.optimizer_update(weights, tx, state, jnp.ones(2), True)
         return weights, state
 
-    start = jnp.ones(2, jnp.bfloat16)
     weights, state = steps(start, tx.init(start))
     assert np.all(state.masters == 1 - 4 * 2.0**-12)
     assert same_bits(weights, start)
-
-
-def test_strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        tx = mpx.master_weights(optax.sgd(0.5))
-        weights = jnp.ones(2, jnp.bfloat16)
-        updates, _ = tx.update(jnp.ones(2, jnp.bfloat16), tx.init(weights), weights)
-        assert np.all(optax.apply_updates(weights, updates) == 0.5)
 
 
 def test_nnx():
@@ -202,14 +185,13 @@ def test_nnx():
     layer = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     tx = mpx.master_weights(optax.adam(1e-2))
     optimizer = nnx.Optimizer(layer, tx, wrt=nnx.Param)
+    loss = lambda f, x: jnp.sum(f(x).astype(jnp.float32) ** 2)  # noqa: E731
+    policy = "params=bfloat16,compute=bfloat16,output=float32"
 
     @nnx.jit
     def step(layer, optimizer, x):
-        result = mpx.nnx.value_and_grad(
-            lambda layer, x: jnp.sum(layer(x).astype(jnp.float32) ** 2),
-            mpx.NoLossScaling(),
-            policy="params=bfloat16,compute=bfloat16,output=float32",
-        )(layer, x)
+        grad = mpx.nnx.value_and_grad(loss, mpx.NoLossScaling(), policy=policy)
+        result = grad(layer, x)
         mpx.nnx.update(optimizer, layer, result.grads, result.finite)
 
     step(layer, optimizer, jnp.ones((3, 2)))
@@ -219,29 +201,27 @@ def test_nnx():
 
 
 def wrong(case):
-    """Wrong uses, by name."""
     tx, weights, state = small()
     updates, _ = tx.update(jnp.ones(8), state, weights)
-    match case:
-        case "optimizer":
-            mpx.master_weights("adam")
-        case "no weights":
-            tx.update(jnp.ones(8), state)
-        case "structure":
-            tx.update({"w": jnp.ones(8)}, state, {"w": weights})
-        case "shape":
-            tx.update(jnp.ones(7), state, weights[1:])
-        case "cast model":
-            tx.update(jnp.ones(8), state, weights.astype(jnp.float32))
-        case "half model":
-            wide = jnp.ones(2)
-            tx.update(wide, tx.init({"w": wide}), {"w": wide.astype(jnp.float16)})
-        case "other weight":
-            optax.apply_updates(weights.astype(jnp.float32), updates)
-        case "outside":
-            optax.apply_updates(weights, jax.tree.map(lambda u: 0.5 * u, updates))
-        case "gradients":
-            mpx.filter_grad(jnp.sum, mpx.DynamicLossScaling())(jnp.ones(2, "float16"))
+    wide = {"w": jnp.ones(2)}
+    half = {"w": jnp.ones(2, jnp.float16)}
+    calls = {
+        "optimizer": lambda: mpx.master_weights("adam"),
+        "no weights": lambda: tx.update(jnp.ones(8), state),
+        "structure": lambda: tx.update({"w": jnp.ones(8)}, state, {"w": weights}),
+        "shape": lambda: tx.update(jnp.ones(7), state, weights[1:]),
+        "cast model": lambda: tx.update(jnp.ones(8), state, jnp.float32(weights)),
+        "half model": lambda: tx.update(wide, tx.init(wide), half),
+        "other weight": lambda: optax.apply_updates(jnp.float32(weights), updates),
+        "outside": lambda: optax.apply_updates(
+            weights, jax.tree.map(lambda u: 0.5 * u, updates)
+        ),
+        "gradients": lambda: GRADIENT(jnp.ones(2, "float16")),
+    }
+    calls[case]()
+
+
+INSIDE = r"put transformations of updates .* inside: `mpx.master_weights"
 
 
 @pytest.mark.parametrize(
@@ -254,11 +234,7 @@ def wrong(case):
         ("cast model", ValueError, r"got float32\[8\] for the master float32\[8\]"),
         ("half model", ValueError, r"got float16\[2\] for no master at `\['w'\]`"),
         ("other weight", ValueError, r"that weight, bfloat16\[8\]; got float32\[8\]"),
-        (
-            "outside",
-            TypeError,
-            r"put transformations of updates .* inside: `mpx.master_weights",
-        ),
+        ("outside", TypeError, INSIDE),
         (
             "gradients",
             ValueError,
@@ -289,18 +265,16 @@ AROUND = {
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
     "skip_nonfinite": mpx.skip_nonfinite,
 }
-AROUND |= {
-    name: lambda tx, last=last: optax.chain(tx, last) for name, last in BEHIND.items()
-}
+for name, last in BEHIND.items():
+    AROUND[name] = lambda tx, last=last: optax.chain(tx, last)
 
 
-@pytest.mark.third_party
 @pytest.mark.parametrize("name", AROUND)
 def test_what_changes_updates_from_outside_is_refused(name):
     """Weight decay behind it took the new weight for an update: 8, 16, 32, 64."""
-    weights = jnp.ones(4, jnp.bfloat16)
-    tx = AROUND[name](mpx.master_weights(optax.sgd(1e-3)))
-    inside = mpx.master_weights(AROUND[name](optax.sgd(1e-3)))
+    weights, sgd = jnp.ones(4, jnp.bfloat16), optax.sgd(1e-3)
+    tx = AROUND[name](mpx.master_weights(sgd))
+    inside = mpx.master_weights(AROUND[name](sgd))
 
     def step(tx, weights, state):
         return mpx.optimizer_update(weights, tx, state, jnp.ones(4), True)
@@ -310,56 +284,57 @@ def test_what_changes_updates_from_outside_is_refused(name):
     step(inside, weights, inside.init(weights))
 
 
-@pytest.mark.third_party
-def test_noise_that_is_added_to_updates_is_refused():
-    weights = jnp.ones(4, jnp.bfloat16)
-    tx = mpx.master_weights(optax.sgd(1e-3))
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_noise_that_is_added_to_updates_is_refused(jit):
+    tx, weights, state = small()
 
     def step(weights, state, noise):
-        updates, state = tx.update(jnp.ones(4), state, weights)
+        updates, state = tx.update(jnp.ones(8), state, weights)
         return optax.apply_updates(weights, jax.tree.map(operator.add, noise, updates))
 
-    for step_of in (step, jax.jit(step)):
-        with pytest.raises(ValueError, match="added to that weight"):
-            step_of(weights, tx.init(weights), jnp.zeros(4, jnp.bfloat16))
+    with pytest.raises(ValueError, match="added to that weight"):
+        jit(step)(weights, state, jnp.zeros(8, jnp.bfloat16))
 
 
 def with_bias(seed=0):
     """A model with a bias and a norm in float32, as mixed models have them."""
-    model = eqx.nn.Sequential(
-        [eqx.nn.Linear(4, 4, key=jax.random.key(seed)), eqx.nn.LayerNorm(4)]
-    )
-    where = lambda m: m[0].weight  # noqa: E731
-    return eqx.tree_at(where, model, where(model).astype(jnp.bfloat16))
+    linear = eqx.nn.Linear(4, 4, key=jax.random.key(seed))
+    linear = eqx.tree_at(lambda m: m.weight, linear, replace_fn=mpx.cast_to_bfloat16)
+    return eqx.nn.Sequential([linear, eqx.nn.LayerNorm(4)])
+
+
+def labels(tree):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", tree)
+
+
+def masters_of(rate):
+    return mpx.master_weights(optax.sgd(rate))
 
 
 FULL = {
     "alone": lambda tx: tx,
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
     "labels": lambda tx: optax.partition(
-        {"matrix": tx, "rest": mpx.master_weights(optax.sgd(0.1))},
-        lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", tree),
+        {"matrix": tx, "rest": masters_of(0.1)}, labels
     ),
-    "hyperparameters": lambda tx: optax.inject_hyperparams(
-        lambda rate: mpx.master_weights(optax.sgd(rate))
-    )(rate=0.1),
+    "hyperparameters": lambda tx: optax.inject_hyperparams(masters_of)(rate=0.1),
 }
 
 
 @pytest.mark.parametrize("name", FULL)
 def test_full_weights_are_a_whole_model(name):
     """Those of masters alone have no biases, and Equinox takes None for it."""
-    model, tx = with_bias(), FULL[name](mpx.master_weights(optax.sgd(1e-4)))
+    model, tx = with_bias(), FULL[name](masters_of(1e-4))
     params = eqx.filter(model, eqx.is_inexact_array)
-    state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = tx.update(grads, state, params)
+    updates, state = tx.update(grads, tx.init(params), params)
     model = eqx.apply_updates(model, updates)
     full = mpx.full_weights(model, state)
-    assert full[0].weight.dtype == jnp.float32 and full[0].bias is model[0].bias
+    weight, rounded = full[0].weight, model[0].weight
+    assert weight.dtype == jnp.float32 and full[0].bias is model[0].bias
     assert full[1].weight is model[1].weight
-    assert same_bits(full[0].weight.astype(jnp.bfloat16), model[0].weight)
-    assert not same_bits(full[0].weight, model[0].weight.astype(jnp.float32))
+    assert same_bits(weight.astype(jnp.bfloat16), rounded)
+    assert not same_bits(weight, rounded.astype(jnp.float32))
     assert full(jnp.ones(4)).shape == (4,)
 
 
@@ -368,14 +343,12 @@ def lora(dtype="bfloat16"):
     return {"base": base, "adapter": jnp.ones((8, 8), dtype)}
 
 
+LABELS = {"base": "freeze", "adapter": "train"}
+TRAINED = {"base": {"w": False, "b": False}, "adapter": True}
+STILL = optax.set_to_zero()
 FROZEN = {
-    "partition": lambda tx: optax.partition(
-        {"train": tx, "freeze": optax.set_to_zero()},
-        {"base": "freeze", "adapter": "train"},
-    ),
-    "masked": lambda tx: optax.masked(
-        tx, {"base": {"w": False, "b": False}, "adapter": True}
-    ),
+    "partition": lambda tx: optax.partition({"train": tx, "freeze": STILL}, LABELS),
+    "masked": lambda tx: optax.masked(tx, TRAINED),
     "None": lambda tx: tx,
 }
 
@@ -395,31 +368,28 @@ def test_frozen_weights_have_no_master_and_come_back_in_float32(name, bits):
 
 @pytest.mark.parametrize("bits", [32, 16, 8, 0])
 def test_full_weights_refuse_the_state_of_another_model(bits):
-    tx = mpx.master_weights(optax.sgd(1e-3), bits=bits)
+    init = mpx.master_weights(optax.sgd(1e-3), bits=bits).init
     model = {"w": jnp.ones((8, 8), jnp.bfloat16)}
     others = [{"v": model["w"]}, {"w": model["w"][:4]}, {"w": jnp.ones((8, 8))}]
     for other in others[: 1 if bits == 0 else 3]:
         with pytest.raises(ValueError, match="needs this model's state"):
-            mpx.full_weights(model, tx.init(other))
-
-
-def test_frozen_weights_in_8_bits_come_back_in_float32():
-    model = jax.jit(mpx.quantization.quantize_weights)(lora("float32"))
-    tx = FROZEN["partition"](mpx.master_weights(optax.sgd(1e-3)))
-    full = mpx.full_weights(model, tx.init(model))
-    np.testing.assert_allclose(full["base"]["w"], 3, rtol=2**-4)
-    assert full["base"]["w"].dtype == jnp.float32
+            mpx.full_weights(model, init(other))
 
 
 def test_full_weights_want_the_state_of_the_model():
-    model = with_bias()
+    model, sgd = with_bias(), optax.sgd(0.1)
     with pytest.raises(ValueError, match=r"bfloat16\[4,4\].*no master"):
-        mpx.full_weights(model, optax.sgd(0.1).init(model))
-    stored = jax.jit(mpx.quantization.quantize_weights)(
-        {"w": jnp.ones((32, 32)), "b": jnp.ones(4)}
-    )
-    state = mpx.master_weights(optax.sgd(0.1)).init(stored)
+        mpx.full_weights(model, sgd.init(model))
+    quantize = jax.jit(mpx.quantization.quantize_weights)
+    stored = quantize({"w": jnp.ones((32, 32)), "b": jnp.ones(4)})
+    state = mpx.master_weights(sgd).init(stored)
     assert mpx.full_weights(stored, state)["w"].dtype == jnp.float32
     with pytest.raises(ValueError, match="no master"):
         mpx.full_weights(stored, ())
     assert mpx.full_weights({"w": jnp.ones(2)}, ())["w"].dtype == jnp.float32
+    # Frozen weights in 8 bits come back in float32.
+    model = quantize(lora("float32"))
+    tx = FROZEN["partition"](mpx.master_weights(optax.sgd(1e-3)))
+    found = mpx.full_weights(model, tx.init(model))["base"]["w"]
+    np.testing.assert_allclose(found, 3, rtol=2**-4)
+    assert found.dtype == jnp.float32

@@ -24,9 +24,8 @@ GRADIENT = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 def stored_and_optimizer(optimizer, weights=None, format="E4M3"):
     weights = jnp.linspace(-0.5, 0.7, 64).reshape(8, 8) if weights is None else weights
-    model = mpx.quantization.quantize_weights(
-        {"w": weights}, mpx.quantization.TensorQuantizer(FORMATS[format])
-    )
+    quantizer = mpx.quantization.TensorQuantizer(FORMATS[format])
+    model = mpx.quantization.quantize_weights({"w": weights}, quantizer)
     tx = mpx.master_weights(optimizer)
     return model, tx, tx.init(model, {"w": weights})
 
@@ -59,9 +58,8 @@ def test_a_step_writes_its_masters_rounded_with_a_scale_known_before(format: str
         assert len(scales) == 1  # whatever the gradients are
         for after, new in found:
             scale = 1 / after["w"].quantized.inverse_scale
-            expected = mpx.quantization.quantize(
-                new.masters["w"], model["w"].quantizer, scale=scale
-            )
+            given = new.masters["w"], model["w"].quantizer
+            expected = mpx.quantization.quantize(*given, scale=scale)
             assert_same_bits(after["w"].quantized.payload, expected.payload)
             assert_same_bits(new.ranges["w"].amax, jnp.max(jnp.abs(before)))
         model, state = found[0]
@@ -99,20 +97,18 @@ def test_weights_that_begin_as_zeros_grow(format: str, rate: float):
     model, tx, state = stored_and_optimizer(optax.adam(rate), zeros, format)
     for _ in range(12):
         model, state = update(model, tx, state)
-        np.testing.assert_allclose(
-            numbers(model), state.masters["w"], rtol=2**-3, atol=rate / 25
-        )
+        near = {"rtol": 2**-3, "atol": rate / 25}
+        np.testing.assert_allclose(numbers(model), state.masters["w"], **near)
 
 
 def test_the_number_that_is_stored_does_not_depend_on_the_scale():
     model, tx, state = stored_and_optimizer(optax.set_to_zero())
     model, state = update(model, tx, state)
-    found = []
-    for size in (1.0, 30.0):
-        ranges = jax.tree.map(lambda x: x, state.ranges)
-        ranges["w"] = ranges["w"]._replace(amax=ranges["w"].amax * size)
-        after, _ = update(model, tx, state._replace(ranges=ranges))
-        found.append(after)
+    wide = state.ranges["w"]._replace(amax=state.ranges["w"].amax * 30.0)
+    found = [
+        update(model, tx, state._replace(ranges=ranges))[0]
+        for ranges in (state.ranges, {**state.ranges, "w": wide})
+    ]
     assert largest(found[0]) < largest(found[1])
     np.testing.assert_array_equal(*map(numbers, found))
 
@@ -154,40 +150,31 @@ def test_a_weight_from_outside_is_taken_as_it_is():
     assert np.max(numbers(clipped)) < 0.31 and np.max(numbers(grown)) > 600
 
 
-# --- Training -------------------------------------------------------------------------
-
-
 def model_of(seed):
     keys = jax.random.split(jax.random.key(seed), 4)
     shapes = {"up": (32, SIZE), "mid": (2, SIZE, SIZE), "down": (SIZE, 32)}
-    return {
-        name: jax.random.normal(key, shape) / np.sqrt(shape[-2])
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
+    normal = lambda key, s: jax.random.normal(key, s) / np.sqrt(s[-2])  # noqa: E731
+    return {n: normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)}
 
 
 def loss(model, x):
-    h, _ = jax.lax.scan(
-        lambda h, w: (h + jax.nn.relu(h @ w), None), x @ model["up"], model["mid"]
-    )
+    layer = lambda h, w: (h + jax.nn.relu(h @ w), None)  # noqa: E731
+    h, _ = jax.lax.scan(layer, x @ model["up"], model["mid"])
     return jnp.mean((h @ model["down"] - jnp.sin(3 * x)) ** 2)
 
 
-FUNC = mpx.autocast(
-    loss,
-    recipe=mpx.DelayedScaling(amax_history_len=4),
-    rules=mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*")),
-)
+LOW = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
+FUNC = mpx.autocast(loss, recipe=mpx.DelayedScaling(amax_history_len=4), rules=LOW)
+
+
+def rows(i):
+    return jax.random.normal(jax.random.key(i), (64, 32))
 
 
 def begun(model, is_stored):
     tx = mpx.master_weights(optax.adam(2e-3))
     weights = mpx.quantization.quantize_weights(model) if is_stored else model
     return weights, tx.init(weights, model), mpx.init_scaling(FUNC, weights, rows(0))
-
-
-def rows(i):
-    return jax.random.normal(jax.random.key(i), (64, 32))
 
 
 @jax.jit
@@ -219,9 +206,8 @@ def test_a_restored_run_continues_bit_for_bit():
     for i in range(5):
         *run, _ = step(*run, rows(i))
     # Equinox's own format has no numbers of 8 bits.
-    restored = jax.tree.map(
-        jnp.asarray, pickle.loads(pickle.dumps(jax.device_get(run)))
-    )
+    restored = pickle.loads(pickle.dumps(jax.device_get(run)))
+    restored = jax.tree.map(jnp.asarray, restored)
     for i in range(5, 8):
         *run, value = step(*run, rows(i))
         *restored, again = step(*restored, rows(i))

@@ -33,30 +33,23 @@ def crossing(seed, dtype):
     """Weights of all sizes, which steps make much smaller and turn around."""
     random = np.random.default_rng(seed)
     sizes = 10.0 ** random.uniform(-6, 1, 64)
-    return {
-        "w": jnp.asarray(sizes * random.choice([-1, 1], 64), dtype),
-        "zero": jnp.asarray([0.0, -0.0, 1.0], dtype),
-    }
+    w = jnp.asarray(sizes * random.choice([-1, 1], 64), dtype)
+    return {"w": w, "zero": jnp.asarray([0.0, -0.0, 1.0], dtype)}
 
 
 def noise(random, weights):
     """Gradients of the sizes of the weights: they shrink, grow and change sign."""
-    return jax.tree.map(
-        lambda w: (
-            np.float32(random.normal(size=w.shape))
-            * np.maximum(np.abs(np.float32(w)), np.float32(1e-4))
-        ),
-        weights,
-    )
+
+    def one(w):
+        size = np.maximum(np.abs(np.float32(w)), np.float32(1e-4))
+        return np.float32(random.normal(size=w.shape)) * size
+
+    return jax.tree.map(one, weights)
 
 
 def compiled(optimizer):
     """The optimizer as one program, so that two users of it get the same bits."""
     return optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
-
-
-def applied_by_mpx(tx, weights, state, grads):
-    return mpx.optimizer_update(weights, tx, state, grads, True)
 
 
 def applied_by(apply):
@@ -67,21 +60,24 @@ def applied_by(apply):
     return step
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "dtype"),
-    [
-        ("sgd", applied_by(optax.apply_updates), "float16"),
-        ("momentum", applied_by(optax.apply_updates), "bfloat16"),
-        ("adamw", applied_by_mpx, "bfloat16"),
-        ("clipped lamb", applied_by(eqx.apply_updates), "float16"),
-    ],
-)
+def applied_by_mpx(tx, weights, state, grads):
+    return mpx.optimizer_update(weights, tx, state, grads, True)
+
+
+APPLIED = [
+    ("sgd", applied_by(optax.apply_updates), "float16"),
+    ("momentum", applied_by(optax.apply_updates), "bfloat16"),
+    ("adamw", applied_by_mpx, "bfloat16"),
+    ("clipped lamb", applied_by(eqx.apply_updates), "float16"),
+]
+
+
+@pytest.mark.parametrize(("name", "step", "dtype"), APPLIED)
 def test_weights_are_the_rounded_float32_weights(name, step, dtype):
     """Step by step, bit for bit, beside float32 weights that are rounded."""
     inner = compiled(OPTIMIZERS[name])
-    tx = mpx.master_weights(inner)
-    weights = crossing(0, dtype)
-    masters = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    tx, weights = mpx.master_weights(inner), crossing(0, dtype)
+    masters = rounded(weights, jnp.float32)
     state, control = tx.init(weights), inner.init(masters)
     random = np.random.default_rng(1)
     for _ in range(STEPS):
@@ -127,7 +123,7 @@ def train(tx, weights, steps, dtype, state=None):
 @in_half
 def test_small_updates_are_not_lost(dtype):
     """Updates below half a unit in the last place: half precision stands still."""
-    start = jax.tree.map(lambda w: w.astype(dtype), params())
+    start = rounded(params(), dtype)
     # Weights of 0.1 to 1.5: half a unit is 2^-12 at least in bfloat16, a unit 2^-7 at
     # most. One step is below the one, a hundred are above the other.
     tiny = optax.sign_sgd({"float16": 1.2e-5, "bfloat16": 1e-4}[dtype])
@@ -143,16 +139,14 @@ def test_small_updates_are_not_lost(dtype):
 @in_half
 def test_trajectory_of_a_float32_model_that_is_cast_on_the_fly(dtype):
     """The same masters: both compute with rounded weights, with the same gradients."""
-    start = jax.tree.map(lambda w: w.astype(dtype), params())
-    wide = jax.tree.map(lambda w: w.astype(jnp.float32), start)
-    tx = optax.sgd(0.01, momentum=0.9)
+    start, tx = rounded(params(), dtype), optax.sgd(0.01, momentum=0.9)
+    wide = rounded(start, jnp.float32)
     _, state, _ = train(mpx.master_weights(tx), start, 50, dtype)
-    policy = f"params=float32,compute={dtype},output=float32"
+    policy = mpx.get_policy(f"params=float32,compute={dtype},output=float32")
 
     @jax.jit
     def step(weights, state, scaling):
-        gradient = mpx.filter_grad(loss, scaling, policy=mpx.get_policy(policy))
-        grads = gradient(weights, *batch()).grads
+        grads = mpx.filter_grad(loss, scaling, policy=policy)(weights, *batch()).grads
         return mpx.optimizer_update(weights, tx, state, grads, True)
 
     on_the_fly = tx.init(wide)
@@ -160,24 +154,13 @@ def test_trajectory_of_a_float32_model_that_is_cast_on_the_fly(dtype):
         wide, on_the_fly = step(wide, on_the_fly, mpx.StaticLossScaling(2.0**4))
     # Not the same program, so the last bits of float32 may differ, and then, seldom, a
     # rounded weight.
-    for master, weight in zip(
-        jax.tree.leaves(state.masters), jax.tree.leaves(wide), strict=True
-    ):
-        np.testing.assert_allclose(master, weight, rtol=2e-3)
-
-
-def mixed():
-    """Half and full precision, no array, and an integer, as an optimizer sees them."""
-    return {
-        "half": jnp.ones(3, jnp.bfloat16),
-        "other half": jnp.ones(2, jnp.float16),
-        "norm": jnp.ones(3),
-        "none": None,
-    }
+    for pair in zip(*map(jax.tree.leaves, (state.masters, wide)), strict=True):
+        np.testing.assert_allclose(*pair, rtol=2e-3)
 
 
 def test_float32_leaves_have_no_copy_and_none_stays_none():
-    weights, inner = mixed(), optax.adam(0.1)
+    weights = {"half": jnp.ones(3, jnp.bfloat16), "norm": jnp.ones(3), "none": None}
+    weights["other half"], inner = jnp.ones(2, jnp.float16), optax.adam(0.1)
     tx = mpx.master_weights(inner)
     state = tx.init(weights)
     assert state.masters["norm"] is None and state.masters["none"] is None
@@ -189,10 +172,8 @@ def test_float32_leaves_have_no_copy_and_none_stays_none():
     for apply in (optax.apply_updates, eqx.apply_updates):
         after = apply(weights, updates)
         assert jax.tree.structure(after) == jax.tree.structure(weights)
-        for new_leaf, old_leaf in zip(
-            *map(jax.tree.leaves, (after, weights)), strict=True
-        ):
-            assert new_leaf.dtype == old_leaf.dtype
+        pairs = zip(*map(jax.tree.leaves, (after, weights)), strict=True)
+        assert all(new_leaf.dtype == leaf.dtype for new_leaf, leaf in pairs)
     wide = mpx.cast_to_float32(weights)
     expected, _ = inner.update(mpx.cast_to_float32(grads), inner.init(wide), wide)
     assert same_bits(updates["norm"], expected["norm"])
@@ -205,6 +186,7 @@ def test_model_with_functions_and_integers():
     model = mpx.cast_to_bfloat16(model)
     tx = mpx.master_weights(optax.adam(0.1))
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    first = lambda tree: tree["net"].layers[0].weight  # noqa: E731
 
     def squared(model, x):
         return jnp.sum(jax.vmap(model["net"])(x).astype(jnp.float32) ** 2)
@@ -214,26 +196,16 @@ def test_model_with_functions_and_integers():
         with mpx.half_precision("bfloat16"):
             gradient = mpx.filter_value_and_grad(squared, mpx.NoLossScaling())
             result = gradient(model, x)
-        assert result.grads["net"].layers[0].weight.dtype == jnp.float32
+        assert first(result.grads).dtype == jnp.float32
         return mpx.optimizer_step(model, tx, state, result)
 
     new, state, _ = step(model, state, jnp.ones((3, 2)))
     assert same_bits(new["n"], model["n"])
-    assert new["net"].layers[0].weight.dtype == jnp.bfloat16
-    masters = rounded(state.masters["net"].layers[0].weight, jnp.bfloat16)
-    assert same_bits(new["net"].layers[0].weight, masters)
+    assert first(new).dtype == jnp.bfloat16
+    assert same_bits(first(new), rounded(first(state.masters), jnp.bfloat16))
 
 
-def test_integers_are_left_to_the_inner_optimizer():
-    weights = {"w": jnp.ones(2, jnp.float16), "n": jnp.arange(2)}
-    tx = mpx.master_weights(optax.identity())
-    state = tx.init(weights)
-    assert state.masters["n"] is None
-    updates, _ = tx.update(weights, state, weights)
-    assert updates["n"] is weights["n"]
-
-
-def test_extra_arguments_go_on():
+def test_integers_and_extra_arguments_go_to_the_inner_optimizer():
     seen = []
 
     def update(updates, state, params=None, **extra_args):
@@ -243,6 +215,12 @@ def test_extra_arguments_go_on():
     tx = mpx.master_weights(optax.GradientTransformationExtraArgs(dict, update))
     tx.update({}, tx.init({}), {}, value=3)
     assert seen == [{"value": 3}]
+    weights = {"w": jnp.ones(2, jnp.float16), "n": jnp.arange(2)}
+    tx = mpx.master_weights(optax.identity())
+    state = tx.init(weights)
+    assert state.masters["n"] is None
+    updates, _ = tx.update(weights, state, weights)
+    assert updates["n"] is weights["n"]
 
 
 @pytest.mark.slow
@@ -250,16 +228,14 @@ def test_line_search_computes_with_the_masters():
     def objective(w):
         return jnp.sum((w.astype(jnp.float32) - 0.3) ** 2)
 
-    w = jnp.ones(3, jnp.bfloat16)
-    tx = mpx.master_weights(optax.lbfgs())
+    w, tx = jnp.ones(3, jnp.bfloat16), mpx.master_weights(optax.lbfgs())
     state = tx.init(w)
 
     @jax.jit
     def step(w, state):
         value, grad = jax.value_and_grad(objective)(w.astype(jnp.float32))
-        updates, state = tx.update(
-            grad, state, w, value=value, grad=grad, value_fn=objective
-        )
+        more = {"value": value, "grad": grad, "value_fn": objective}
+        updates, state = tx.update(grad, state, w, **more)
         return optax.apply_updates(w, updates), state
 
     for _ in range(3):
@@ -267,20 +243,20 @@ def test_line_search_computes_with_the_masters():
     np.testing.assert_allclose(state.masters, 0.3, atol=1e-3)
 
 
+CLIP, MASTERS = optax.clip(0.25), mpx.master_weights
+RATE = {"learning_rate": 0.1}
+LABELS = {"half": "half", "norm": "rest"}
 COMPOSED = {
-    "last in a chain": lambda tx: optax.chain(optax.clip(0.25), mpx.master_weights(tx)),
-    "around a chain": lambda tx: mpx.master_weights(optax.chain(optax.clip(0.25), tx)),
+    "last in a chain": lambda tx: optax.chain(CLIP, MASTERS(tx)),
+    "around a chain": lambda tx: MASTERS(optax.chain(CLIP, tx)),
     "one of many": lambda tx: optax.multi_transform(
-        {"half": mpx.master_weights(optax.chain(optax.clip(0.25), tx)), "rest": tx},
-        {"half": "half", "norm": "rest"},
+        {"half": MASTERS(optax.chain(CLIP, tx)), "rest": tx}, LABELS
     ),
-    "around accumulation": lambda tx: mpx.master_weights(
-        optax.MultiSteps(optax.chain(optax.clip(0.25), tx), 1)
+    "around accumulation": lambda tx: MASTERS(
+        optax.MultiSteps(optax.chain(CLIP, tx), 1)
     ),
-    "around hyperparameters": lambda tx: mpx.master_weights(
-        optax.chain(
-            optax.clip(0.25), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-        )
+    "around hyperparameters": lambda tx: MASTERS(
+        optax.chain(CLIP, optax.inject_hyperparams(optax.sgd)(**RATE))
     ),
 }
 
@@ -288,13 +264,11 @@ COMPOSED = {
 @pytest.mark.parametrize("compose", COMPOSED.values(), ids=COMPOSED)
 def test_composition(compose):
     """Four steps of 1/40, which bfloat16 alone would round each time."""
-    tx = compose(optax.sgd(0.1))
+    tx, masters = compose(optax.sgd(0.1)), jnp.ones(2)
     weights = {"half": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
     state, grads = tx.init(weights), jax.tree.map(jnp.ones_like, weights)
     for _ in range(4):
         updates, state = tx.update(grads, state, weights)
         weights = optax.apply_updates(weights, updates)
-    masters = jnp.ones(2)
-    for _ in range(4):
         masters = masters - jnp.float32(0.25) * jnp.float32(0.1)
     assert same_bits(weights["half"], masters.astype(jnp.bfloat16))

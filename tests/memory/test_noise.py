@@ -44,10 +44,8 @@ def test_members_of_an_ensemble_round_their_weights_each_in_its_own_way(bits):
     wanted = both.astype(jnp.float32) - 1e-3 * grads
     first, second = step(both, grads) - wanted
     assert abs(correlation(first, second)) < 0.1
-    alone = mpx.full_weights(
-        optax.apply_updates(both[1], tx.update(grads[1], tx.init(both[1]), both[1])[0]),
-        tx.update(grads[1], tx.init(both[1]), both[1])[1],
-    )
+    updates, state = tx.update(grads[1], tx.init(both[1]), both[1])
+    alone = mpx.full_weights(optax.apply_updates(both[1], updates), state)
     assert same_bits(step(both, grads)[1], alone)
 
 
@@ -64,10 +62,8 @@ def test_members_of_an_ensemble_round_their_moments_each_in_its_own_way():
 
 def test_the_first_number_of_steps_is_that_of_the_weights():
     """However they are sharded and whether `init` is compiled."""
-    tx, model = (
-        mpx.compress_state(optax.adagrad(1e-2)),
-        {"a": weights(), "b": weights()},
-    )
+    tx = mpx.compress_state(optax.adagrad(1e-2))
+    model = {"a": weights(), "b": weights()}
     step = tx.init(model).step
     placed = jax.device_put(model, NamedSharding(mesh(), P(None, "d")))
     assert jax.jit(tx.init)(model).step == step
@@ -77,9 +73,6 @@ def test_the_first_number_of_steps_is_that_of_the_weights():
     assert len({int(tx.init(m).step) for m in (model, *others)}) == 3
 
 
-# --- Inside shard_map -----------------------------------------------------------------
-
-
 def specs(state, spec):
     return jax.tree.map(lambda x: spec if x.ndim == 2 else P(), state)
 
@@ -87,15 +80,11 @@ def specs(state, spec):
 def in_shards(function, spec, state):
     """`init` or `update` inside `shard_map`, for a state of this structure."""
     outs = specs(state, spec)
-    is_init = function.__name__ == "init"
-    return jax.jit(
-        jax.shard_map(
-            function,
-            mesh=mesh(),
-            in_specs=spec if is_init else (spec, outs, spec),
-            out_specs=outs if is_init else (spec, outs),
-        )
-    )
+    ends = spec, outs
+    if function.__name__ == "update":
+        ends = (spec, outs, spec), (spec, outs)
+    options = {"in_specs": ends[0], "out_specs": ends[1]}
+    return jax.jit(jax.shard_map(function, mesh=mesh(), **options))
 
 
 @pytest.mark.parametrize("make", [optax.adam, optax.adagrad])
@@ -140,9 +129,8 @@ def test_shards_draw_their_own_noise():
     half = model.astype(jnp.bfloat16)
 
     def step(grads, model):
-        return optax.apply_updates(
-            model, small.update(grads, small.init(model), model)[0]
-        )
+        updates, _ = small.update(grads, small.init(model), model)
+        return optax.apply_updates(model, updates)
 
     new = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=P("d"), out_specs=P("d")))
     first, *others = np.split(np.float32(new(grads, half)), 8)
@@ -153,23 +141,14 @@ def test_blocks_that_shards_cut_are_refused():
     """(8, 386) has four blocks along its rows, the last of two numbers."""
     two = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
     tx, model = mpx.compress_state(optax.adam(1e-2)), weights((32, 386))
-    state = tx.init(model)
-    spec = P(None, "d")
-    state_specs = specs(state, spec)
-    update = jax.shard_map(
-        tx.update,
-        mesh=two,
-        in_specs=(spec, state_specs, spec),
-        out_specs=(spec, state_specs),
-    )
+    state, spec = tx.init(model), P(None, "d")
+    outs = specs(state, spec)
+    ends = {"in_specs": (spec, outs, spec), "out_specs": (spec, outs)}
+    update = jax.shard_map(tx.update, mesh=two, **ends)
     with pytest.raises(ValueError, match="shards must contain whole blocks"):
         jax.jit(update)(model, state, model)
-    inside = jax.shard_map(
-        lambda w: mpx.full_state(tx.init(w))[0].mu,
-        mesh=two,
-        in_specs=spec,
-        out_specs=spec,
-    )
+    full = lambda w: mpx.full_state(tx.init(w))[0].mu  # noqa: E731
+    inside = jax.shard_map(full, mesh=two, in_specs=spec, out_specs=spec)
     assert not np.any(jax.jit(inside)(model))
     # And `init_optimizer` divides no scales of such blocks.
     placed = mpx.init_optimizer(tx, jax.device_put(model, NamedSharding(two, spec)))

@@ -1,6 +1,7 @@
 """A state in few bits from a file: as it was, or not at all."""
 
 import importlib
+import itertools
 import pickle
 
 import equinox as eqx
@@ -38,6 +39,12 @@ def of_bits(bits):
     return tx.init(weights("bfloat16"), *[weights()] * bool(bits))
 
 
+def of_both(bits):
+    tx = mpx.master_weights(mpx.compress_state(optax.adagrad(1e-2)), bits=bits)
+    model = weights("bfloat16")
+    return tx.update(weights(), tx.init(model), model)[1]
+
+
 def through_orbax(path, state, like):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "state", state)
@@ -54,20 +61,14 @@ def by_a_map(path, state, like):
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
 
 
-@pytest.mark.parametrize(
-    ("through", "make", "before", "after"),
-    [
-        *(
-            (through_orbax, make, *pair)
-            for make, pair in [
-                *((of_moments, (a, b)) for a in MOMENTS for b in MOMENTS if a != b),
-                *((of_bits, (a, b)) for a, b in [(16, 8), (8, 16), (8, 0)]),
-            ]
-        ),
-        *((way, of_moments, "16bit", "8bit") for way in (through_equinox, by_a_map)),
-        *((way, of_bits, 8, 16) for way in (through_equinox, by_a_map)),
-    ],
-)
+BY_ORBAX = [(of_moments, a, b) for a, b in itertools.permutations(MOMENTS, 2)]
+BY_ORBAX += [(of_bits, a, b) for a, b in [(16, 8), (8, 16), (8, 0)]]
+OTHERWISE = [(of_moments, "16bit", "8bit"), (of_bits, 8, 16)]
+OTHER_BITS = [(through_orbax, *case) for case in BY_ORBAX]
+OTHER_BITS += [(w, *c) for w in (through_equinox, by_a_map) for c in OTHERWISE]
+
+
+@pytest.mark.parametrize(("through", "make", "before", "after"), OTHER_BITS)
 def test_codes_are_not_restored_as_those_of_other_bits(
     make, before, after, through, tmp_path
 ):
@@ -80,19 +81,18 @@ def test_a_sign_that_is_proved_otherwise_does_not_fit_either(tmp_path):
     """Code of unsigned numbers that a later version, or option, stores with a sign."""
     state = of_moments("8bit")
     (first, *rest) = state.inner_state
-    nu = jax.tree.map(
-        lambda x: CompressedArray(x.codes.astype("int8"), x.scales, first.mu["w"].code),
-        first.nu,
-        is_leaf=lambda x: isinstance(x, CompressedArray),
-    )
+    codes, code = first.nu["w"].codes.astype("int8"), first.mu["w"].code
+    nu = {"w": CompressedArray(codes, first.nu["w"].scales, code)}
     other = state._replace(inner_state=(first._replace(nu=nu), *rest))
     with pytest.raises(ValueError, match="codes_uint8"):
         through_orbax(tmp_path, state, other)
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_what_fits_is_restored_bit_for_bit(moments, tmp_path):
-    state = of_moments(moments)
+@pytest.mark.parametrize(
+    ("make", "kind"), [(of_both, 8), *((of_moments, kind) for kind in MOMENTS)]
+)
+def test_what_fits_is_restored_bit_for_bit(make, kind, tmp_path):
+    state = make(kind)
     like = jax.eval_shape(lambda: state)
     assert same_bits(through_orbax(tmp_path, state, like), state)
 
@@ -118,28 +118,37 @@ def test_low_bits_without_a_name_are_refused_with_a_way_out():
     assert same_bits(tx.update(weights(), named, model)[1].step, state.step + 1)
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-def test_nnx_keeps_what_codes_are(moments):
-    """It makes dictionaries of a state, and the names are all that is left."""
+def codes_under_nnx(tx, dtype):
+    """Dtypes of the codes after steps; NNX keeps them in dictionaries, by names."""
     nnx = pytest.importorskip("flax.nnx")
     update = importlib.import_module("mpx.nnx").update
-    layer = nnx.Linear(32, 128, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    tx = mpx.compress_state(optax.adam(1e-2), moments)
-    optimizer = nnx.Optimizer(layer, mpx.master_weights(tx, bits=8), wrt=nnx.Param)
+    layer = nnx.Linear(32, 128, rngs=nnx.Rngs(0), param_dtype=dtype)
+    optimizer = nnx.Optimizer(layer, tx, wrt=nnx.Param)
     loss = lambda layer: jnp.sum(layer(jnp.ones((3, 32))) ** 2)  # noqa: E731
     for _ in range(2):
         grads = nnx.grad(loss)(layer)
         update(optimizer, layer, grads, True)
         optimizer.update(layer, grads)
-    paths = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(layer)))
     found = {}
-    for path, x in paths:
+    for path, x in jax.tree_util.tree_leaves_with_path(nnx.state(optimizer)):
         if x.shape == (32, 128):
             text = jax.tree_util.keystr(path)
-            name = next(n for n in ("mu", "nu", "low_bits") if f"'{n}'" in text)
+            name = next(n for n in NAMES if f"'{n}'" in text)
             found[name] = x.dtype.name
             assert f"codes_{x.dtype}" in text or name == "low_bits"
+    return found
+
+
+NAMES = ("mu", "nu", "low_bits", "sum_of_squares")
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_nnx_keeps_what_codes_are(moments):
+    tx = mpx.compress_state(optax.adam(1e-2), moments)
+    found = codes_under_nnx(mpx.master_weights(tx, bits=8), jnp.bfloat16)
     wanted = {"8bit": ("int8", "uint8"), "16bit": ("int16", "uint16")}
     mu, nu = wanted.get(moments, ("bfloat16",) * 2)
     assert found == {"mu": mu, "nu": nu, "low_bits": "int8"}
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(nnx.state(layer)))
+    found = codes_under_nnx(mpx.compress_state(optax.adagrad(1e-2)), jnp.float32)
+    assert found == {"sum_of_squares": "uint16"}

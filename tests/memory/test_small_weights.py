@@ -53,17 +53,15 @@ def test_sixteen_bits_are_the_float32_master():
 
 @pytest.mark.parametrize(("bits", "rate"), [(16, 1e-6), (8, 1e-5), (0, 1e-4)])
 def test_weights_move_where_bfloat16_stands_still(bits, rate):
-    model = weights()
-    tx = mpx.master_weights(optax.sgd(rate), bits=bits)
-    after, state = steps(tx, model, tx.init(model), 100)
-    full = mpx.full_weights(after, state)["w"]
-    moved = np.mean(np.float64(full) - np.float64(model["w"])) / (-100 * rate)
-    assert abs(moved - 1) < 0.02
+    model, tx = weights(), mpx.master_weights(optax.sgd(rate), bits=bits)
+    start = np.float64(model["w"])
+    share = lambda w: np.mean(np.float64(w) - start) / (-100 * rate)  # noqa: E731
+    full = mpx.full_weights(*steps(tx, model, tx.init(model), 100))["w"]
+    assert abs(share(full) - 1) < 0.02
     plain = model["w"]
     for _ in range(100):
         plain = (plain - jnp.float32(rate)).astype(jnp.bfloat16)
-    still = np.mean(np.float64(plain) - np.float64(model["w"])) / (-100 * rate)
-    assert abs(still) < 0.5
+    assert abs(share(plain)) < 0.5
 
 
 @pytest.mark.parametrize("bits", [8, 0])
@@ -109,19 +107,16 @@ def test_a_restored_run_continues_bit_for_bit(bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.filterwarnings("ignore:.*starts from `params`")
 def test_masters_to_start_from(bits):
-    masters = {
-        "w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), "float32")
-    }
-    model = jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters)
-    state = mpx.master_weights(optax.sgd(0.1), bits=bits).init(model, masters)
+    masters = np.float32(np.random.default_rng(1).normal(size=(8, 8)))
+    model = {"w": jnp.asarray(masters, jnp.bfloat16)}
+    init = mpx.master_weights(optax.sgd(0.1), bits=bits).init
+    state = init(model, {"w": jnp.asarray(masters)})
     full = np.asarray(mpx.full_weights(model, state)["w"])
     limit = {16: 0.0, 8: 2.0**-16, 0: 2.0**-8}[bits]
-    assert np.all(np.abs(full / np.asarray(masters["w"]) - 1) <= limit)
-    other = jax.tree.map(lambda w: 2 * w, masters)  # of another model
-    state = mpx.master_weights(optax.sgd(0.1), bits=bits).init(model, other)
-    np.testing.assert_allclose(
-        mpx.full_weights(model, state)["w"], np.float32(model["w"]), rtol=2.0**-8
-    )
+    assert np.all(np.abs(full / masters - 1) <= limit)
+    state = init(model, {"w": jnp.asarray(2 * masters)})  # of another model
+    full = mpx.full_weights(model, state)["w"]
+    np.testing.assert_allclose(full, np.float32(model["w"]), rtol=2.0**-8)
 
 
 def test_masters_that_are_lost_are_named():
@@ -149,26 +144,22 @@ def test_a_weight_from_outside_is_taken_as_it_is(bits):
 
 
 def wrong(case):
-    model = weights()
-    tx = mpx.master_weights(optax.sgd(0.1), bits=16)
-    match case:
-        case "bits":
-            mpx.master_weights(optax.sgd(0.1), bits=12)
-        case "float16":
-            tx.init({"w": jnp.ones((2, 2), jnp.float16)})
-        case "stored":
-            tx.init(mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}))
-        case "masters":
-            tx.init(model, {"w": model["w"][:2], "norm": model["norm"]})
-        case "no weights":
-            tx.update(model, tx.init(model))
-        case "other bits":
-            other = mpx.master_weights(optax.sgd(0.1), bits=8).init(model)
-            tx.update(model, other, model)
-        case "other state":
-            tx.update(model, mpx.master_weights(optax.sgd(0.1)).init(model), model)
-        case "cast":
-            tx.update(model, tx.init(model), jax.tree.map(jnp.float32, model))
+    model, sgd = weights(), optax.sgd(0.1)
+    tx, other = (mpx.master_weights(sgd, bits=bits) for bits in (16, 8))
+    stored = {"w": jnp.ones((32, 32))}
+    calls = {
+        "bits": lambda: mpx.master_weights(sgd, bits=12),
+        "float16": lambda: tx.init({"w": jnp.ones((2, 2), jnp.float16)}),
+        "stored": lambda: tx.init(mpx.quantization.quantize_weights(stored)),
+        "masters": lambda: tx.init(model, model | {"w": model["w"][:2]}),
+        "no weights": lambda: tx.update(model, tx.init(model)),
+        "other bits": lambda: tx.update(model, other.init(model), model),
+        "other state": lambda: tx.update(
+            model, mpx.master_weights(sgd).init(model), model
+        ),
+        "cast": lambda: tx.update(model, tx.init(model), mpx.cast_to_float32(model)),
+    }
+    calls[case]()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from optax import contrib
 
@@ -37,35 +36,27 @@ def step(tx, model, state, seed=0):
     return update(model, state, grads)
 
 
-# --- Whole steps ----------------------------------------------------------------------
-
-
 @functools.cache
 def trained(recipe, bits):
     """The losses of an Equinox model whose weights are bfloat16, and its last state."""
-    optimizer = optax.adam(3e-3)
-    model = eqx.nn.MLP(64, 8, 256, 1, key=jax.random.key(0))
-    model = mpx.cast_to_bfloat16(model)
+    model = mpx.cast_to_bfloat16(eqx.nn.MLP(64, 8, 256, 1, key=jax.random.key(0)))
     x = jax.random.normal(jax.random.key(1), (32, 64))
-    y = x[:, :8]
-    loss = mpx.autocast(
-        lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2),
-        recipe=RECIPES[recipe],
-    )
+    y, optimizer = x[:, :8], optax.adam(3e-3)
+    error = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)  # noqa: E731
+    loss = mpx.autocast(error, recipe=RECIPES[recipe])
     tx = in_few_bits(optimizer, bits) if bits < 32 else mpx.master_weights(optimizer)
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    scaling = mpx.init_scaling(loss, model, x, y)
+    run, losses = (model, state, mpx.init_scaling(loss, model, x, y)), []
 
     @eqx.filter_jit
     def step(model, state, scaling, x):
         result = mpx.filter_value_and_grad(loss, scaling)(model, x, y)
         return mpx.optimizer_step(model, tx, state, result), result.value
 
-    losses = []
     for _ in range(7):
-        (model, state, scaling), value = step(model, state, scaling, x)
+        run, value = step(*run, x)
         losses.append(float(value))
-    return losses, (model, state, scaling), lambda x: step(model, state, scaling, x)
+    return losses, run, lambda x: step(*run, x)
 
 
 @pytest.mark.exhaustive
@@ -93,13 +84,12 @@ def test_linen():
     params = module.init(jax.random.key(0), x)
     tx = mpx.compress_state(optax.lamb(1e-2))
     state = tx.init(params)
+    loss = lambda params: jnp.mean((module.apply(params, x) - 1) ** 2)  # noqa: E731
 
-    def loss(params):
-        return jnp.mean((module.apply(params, x) - 1) ** 2)
+    @jax.jit
+    def update(params, state):
+        return mpx.optimizer_update(params, tx, state, jax.grad(loss)(params), True)
 
-    update = jax.jit(
-        lambda p, s: mpx.optimizer_update(p, tx, s, jax.grad(loss)(p), True)
-    )
     before = loss(params)
     for _ in range(5):
         params, state = update(params, state)
@@ -108,47 +98,38 @@ def test_linen():
     assert parts["nu"] == "8 bits, not negative"
 
 
-# --- Around and inside of other transformations ---------------------------------------
-
-
-def hyperparameters(inner):
-    return optax.inject_hyperparams(
-        lambda learning_rate: mpx.compress_state(inner(learning_rate))
-    )(learning_rate=1e-3)
-
-
+ADAM, compress = optax.adam(1e-3), mpx.compress_state
+PARTS = {"a": compress(ADAM), "b": optax.sgd(1e-3)}
 TOGETHER = {
-    "hyperparameters outside": lambda: hyperparameters(optax.adam),
-    "MultiSteps outside": lambda: optax.MultiSteps(
-        mpx.compress_state(optax.adam(1e-3)), 2
-    ),
-    "MultiSteps inside": lambda: mpx.compress_state(
-        optax.MultiSteps(optax.adam(1e-3), 2)
-    ),
+    "hyperparameters outside": lambda: optax.inject_hyperparams(
+        lambda learning_rate: compress(optax.adam(learning_rate))
+    )(learning_rate=1e-3),
+    "MultiSteps outside": lambda: optax.MultiSteps(compress(ADAM), 2),
+    "MultiSteps inside": lambda: compress(optax.MultiSteps(ADAM, 2)),
     "chain": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), mpx.compress_state(optax.adamw(1e-3))
+        optax.clip_by_global_norm(1.0), compress(optax.adamw(1e-3))
     ),
-    "masked": lambda: optax.masked(mpx.compress_state(optax.adam(1e-3)), {"w": True}),
-    "partitioned": lambda: optax.multi_transform(
-        {"a": mpx.compress_state(optax.adam(1e-3)), "b": optax.sgd(1e-3)}, {"w": "a"}
-    ),
-    "schedule": lambda: mpx.compress_state(
-        optax.adamw(optax.linear_schedule(1e-3, 0, 10))
-    ),
+    "masked": lambda: optax.masked(compress(ADAM), {"w": True}),
+    "partitioned": lambda: optax.multi_transform(PARTS, {"w": "a"}),
+    "schedule": lambda: compress(optax.adamw(optax.linear_schedule(1e-3, 0, 10))),
 }
+
+
+def assert_compressed(model, state):
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
+    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
 
 
 @pytest.mark.parametrize("make", TOGETHER.values(), ids=TOGETHER)
 def test_transformations_of_optax_around_and_inside(make):
     tx, model = make(), weights()
     state = tx.init(model)
-    update = jax.jit(lambda m, s, i: step(tx, m, s))
-    for number in range(4):
-        model, state = update(model, state, number)
+    update = jax.jit(lambda m, s: step(tx, m, s))
+    for _ in range(4):
+        model, state = update(model, state)
     assert np.isfinite(model["w"]).all()
     assert not np.array_equal(model["w"], weights()["w"])
-    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
-    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+    assert_compressed(model, state)
 
 
 @pytest.mark.parametrize("make", [lambda w: {"w": w}, lambda w: w])
@@ -168,44 +149,31 @@ def test_gradients_like_a_part_of_the_weights(make):
     found, wanted = (jax.tree.leaves(run[0]) for run in runs.values())
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=0.05 * np.abs(moved).max())
-    parts = {name: kind for name, kind, _ in mpx.state_bytes(*runs["8 bits"]).parts}
-    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+    assert_compressed(*runs["8 bits"])
 
 
-def test_gradients_of_each_example():
-    """As `optax.contrib.dpsgd` takes them."""
+def test_gradients_of_each_example_and_values_that_an_update_needs():
+    """As `optax.contrib.dpsgd` takes gradients."""
     private = contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(0))
     tx = mpx.compress_state(optax.chain(private, optax.adam(1e-3)))
     model = weights()
     grads = jax.tree.map(lambda w: jnp.stack([w, -w, w]), model)
     updates, state = jax.jit(tx.update)(grads, tx.init(model), model)
     assert updates["w"].shape == model["w"].shape
-    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
-    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
-
-
-def test_values_that_an_update_needs():
+    assert_compressed(model, state)
     chain = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
-    tx, model = mpx.compress_state(chain, extra_args={"value": 0.0}), weights()
-    state = tx.init(model)
-    grads = jax.tree.map(jnp.ones_like, model)
-    _, state = tx.update(grads, state, model, value=jnp.float32(1))
+    tx = mpx.compress_state(chain, extra_args={"value": 0.0})
+    grads, value = jax.tree.map(jnp.ones_like, model), jnp.float32(1)
+    _, state = tx.update(grads, tx.init(model), model, value=value)
     assert state.inner_state[1].best_value == 1
 
 
-# --- Transformations of JAX, dtypes, checkpoints --------------------------------------
-
-
 def test_a_scan_of_steps_is_the_steps():
-    tx, model = mpx.compress_state(optax.adagrad(1e-2)), weights()
-
-    def one(carry, _):
-        return step(tx, *carry), None
-
-    scanned, _ = jax.jit(lambda c: jax.lax.scan(one, c, jnp.arange(3)))(
-        (model, tx.init(model))
-    )
-    looped = model, tx.init(model)
+    tx, model = compress(optax.adagrad(1e-2)), weights()
+    start = model, tx.init(model)
+    one = lambda carry, _: (step(tx, *carry), None)  # noqa: E731
+    scanned, _ = jax.jit(lambda c: jax.lax.scan(one, c, jnp.arange(3)))(start)
+    looped = start
     for _ in range(3):
         looped = jax.jit(lambda c: step(tx, *c))(looped)
     # XLA may round a sum of the two programs otherwise, and so one code in thousands.
@@ -225,11 +193,8 @@ def test_vmap_over_models():
 @pytest.mark.slow
 def test_float64_stays_beside_float32():
     with jax.enable_x64(True):
-        model = {
-            "wide": jnp.ones((64, 128), jnp.float64),
-            "w": jnp.ones((64, 128), "f4"),
-        }
-        tx = mpx.compress_state(optax.adam(1e-3))
+        ones = functools.partial(jnp.ones, (64, 128))
+        model, tx = {"wide": ones("f8"), "w": ones("f4")}, compress(optax.adam(1e-3))
         model, state = step(tx, model, tx.init(model))
         moments = state.inner_state[0].mu
         assert moments["wide"].dtype == jnp.float64
@@ -244,16 +209,3 @@ def test_float16_weights_have_moments_in_few_bits():
     assert state.inner_state[0].mu["w"].codes.dtype == jnp.int8
     with pytest.raises(ValueError, match="bfloat16"):
         mpx.master_weights(optax.sgd(0.1), bits=16).init(model)
-
-
-@pytest.mark.slow
-def test_orbax_resumes_bit_for_bit(tmp_path):
-    tx, model = in_few_bits(optax.adagrad(1e-2), 8), weights("bfloat16")
-    state = step(tx, model, tx.init(model))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", state)
-        checkpointer.wait_until_finished()
-        shapes = jax.eval_shape(lambda: state)
-        restored = checkpointer.restore(tmp_path / "step", shapes)
-    assert same_bits(restored, state)
-    assert same_bits(step(tx, *restored, 1), step(tx, *state, 1))

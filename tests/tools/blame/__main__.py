@@ -9,18 +9,13 @@ python -m tests.tools.blame --costs                  # beside the gradient's
 
 import argparse
 import collections
+import importlib
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "32")
-_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
 
 
 class Table:
@@ -67,27 +62,11 @@ def planted(arguments: argparse.Namespace) -> None:
     table.show()
 
 
-def clean() -> None:
-    import mpx
-
-    from .corpus import clean_steps
-
+def verdicts(steps: Iterable[tuple[str, Any, Any]]) -> None:
     table = Table()
-    for name, step in clean_steps():
+    for name, step, wanted in steps:
         verdict = step.blame().verdict
-        table.add(["clean"], verdict is mpx.reports.Verdict.NOTHING)
-        if verdict is not mpx.reports.Verdict.NOTHING:
-            print(name, verdict, flush=True)
-    table.show()
-
-
-def verdicts(seed: int) -> None:
-    from .corpus import verdict_steps
-
-    table = Table()
-    for name, step, wanted in verdict_steps(seed):
-        verdict = step.blame().verdict
-        table.add([wanted.value, "verdicts"], verdict is wanted)
+        table.add([wanted.value, "all"], verdict is wanted)
         if verdict is not wanted:
             print(f"{name}: {verdict.value} and not {wanted.value}", flush=True)
     table.show()
@@ -101,30 +80,29 @@ def costs() -> None:
 
 
 def main() -> None:
+    like = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.blame",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "python -m tests.tools.blame", None, __doc__, **like
     )
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="faults whose name has this text")
     parser.add_argument("--show", action="store_true", help="the reports of mistakes")
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--clean", action="store_true")
-    parser.add_argument("--verdicts", action="store_true")
-    parser.add_argument("--costs", action="store_true")
+    for name in ("--peers", "--clean", "--verdicts", "--costs"):
+        parser.add_argument(name, action="store_true")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     if arguments.costs:
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
         costs()
     else:
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+        importlib.import_module("conftest")  # the devices and flags of the tests
+        from .corpus import clean_steps, verdict_steps
+
         if arguments.clean:
-            clean()
+            verdicts(clean_steps())
         elif arguments.verdicts:
-            verdicts(arguments.seed)
+            verdicts(verdict_steps(arguments.seed))
         else:
             planted(arguments)
     print(f"{time.perf_counter() - begin:.0f} s")

@@ -66,15 +66,11 @@ def root(h):
     return jnp.sqrt(jnp.abs(h) + 1.0)
 
 
-def keep(h):
-    return root(h), h
-
-
 def pull(h, cotangent):
     return (cotangent * h / jnp.abs(h),)  # the rule
 
 
-root.defvjp(keep, pull)
+root.defvjp(lambda h: (root(h), h), pull)
 
 
 def rule(h, w):
@@ -96,26 +92,12 @@ def branch(h, w):
     return jax.lax.cond(jnp.sum(h) < 1.0, inverse, lambda h: h, h)
 
 
-FAULTS: tuple[Callable[..., Any], ...] = (
-    quotient,
-    logarithm,
-    spread,
-    length,
-    mean_of_some,
-    attention,
-    choice,
-    index,
-    exponential,
-    half,
-    rule,
-    turn,
-    branch,
-)
+FAULTS: tuple[Callable[..., Any], ...] = (quotient, logarithm, spread, length)
+FAULTS += (mean_of_some, attention, choice, index, exponential, half, rule)
+FAULTS += (turn, branch)
 
 
 def loss_of(faults: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """A loss with some faults side by side."""
-
     def loss(w, x):
         h = x @ w["product"]
         found = (jnp.sum(fault(h, w[fault.__name__])) for fault in faults)
@@ -125,13 +107,9 @@ def loss_of(faults: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
 
 def weights_of(faults: Sequence[Callable[..., Any]]) -> dict[str, Any]:
-    """Its weights."""
     product = jnp.full((SIZE, SIZE), SMALL).at[1].set(500.0)
-    return {
-        "product": product,
-        "last": jnp.eye(SIZE),
-        **{f.__name__: jnp.ones(()) for f in faults},
-    }
+    ones = {f.__name__: jnp.ones(()) for f in faults}
+    return {"product": product, "last": jnp.eye(SIZE), **ones}
 
 
 def batch() -> Any:

@@ -68,19 +68,12 @@ def nested(step):
 
 
 def conditional(step):
-    def hidden(w, x, f):
-        for i in range(LAYERS):
-            x = jax.lax.cond(
-                jnp.sum(f[i]) < 2.0,
-                lambda h, w, f: step(h, w, f),
-                lambda h, w, f: jnp.tanh(h @ w),
-                x,
-                w[i],
-                f[i],
-            )
-        return x
+    other = lambda h, w, f: jnp.tanh(h @ w)  # noqa: E731
 
-    return hidden
+    def branch(h, w, f):
+        return jax.lax.cond(jnp.sum(f) < 2.0, lambda *a: step(*a), other, h, w, f)
+
+    return unrolled(branch)
 
 
 def looped(step):
@@ -101,8 +94,7 @@ def looped(step):
 
 
 def jitted(step):
-    inner = jax.jit(step)
-    return unrolled(lambda h, w, f: inner(h, w, f))
+    return unrolled(jax.jit(step))
 
 
 def with_jvp(step):
@@ -129,15 +121,12 @@ def with_vjp(step):
     def ruled(h, w, f):
         return step(h, w, f)
 
-    def keep(h, w, f):
-        return step(h, w, f), (h, w, f)
-
     def pull(kept, cotangent):
         h, w, f = kept
         inner = cotangent * (1.0 - jnp.tanh(h @ w) ** 2)
         return inner @ w.T, h.T @ inner, jnp.zeros_like(f)
 
-    ruled.defvjp(keep, pull)
+    ruled.defvjp(lambda *args: (step(*args), args), pull)
     return unrolled(lambda h, w, f: ruled(h, w, f))
 
 
@@ -155,10 +144,8 @@ def masked(step):
 
 def masked_scan(step):
     def masked_step(h, w, f):
-        for part in (
-            MASKS[name] for name in ("chosen", "online", "guarded", "running")
-        ):
-            h = part(h)
+        for name in ("chosen", "online", "guarded", "running"):
+            h = MASKS[name](h)
         return step(h, w, f)
 
     return scanned(masked_step)
@@ -167,14 +154,9 @@ def masked_scan(step):
 def on_devices(step, wrap):
     def hidden(w, x, f):
         mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
-
-        def local(w, x, f):
-            return wrap(step)(w, x, f[0])
-
-        specs = (P(), P("d"), P("d"))
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("d"))(
-            w, x, f
-        )
+        local = lambda w, x, f: wrap(step)(w, x, f[0])  # noqa: E731
+        specs = {"in_specs": (P(), P("d"), P("d")), "out_specs": P("d")}
+        return jax.shard_map(local, mesh=mesh, **specs)(w, x, f)
 
     return hidden
 
@@ -188,9 +170,10 @@ def _turns(place):
     return f"scan, iteration {i} of {LAYERS}", f"scan, iteration {j} of {INNER}"
 
 
-_FORWARD = ("forward",)
+_FORWARD = {"directions": ("forward",)}
 # JAX wants the gradient of a weight to be the same on all devices.
-_ON_DEVICES = ("forward", "dgrad")
+_ON_DEVICES = {"directions": ("forward", "dgrad"), "devices": True}
+_ON_DEVICES["shape"] = (DEVICES, LAYERS)
 CONTAINERS = {
     "unrolled": Container(unrolled),
     "scan": Container(scanned, inside=_turn),
@@ -199,24 +182,15 @@ CONTAINERS = {
     "remat": Container(lambda step: unrolled(jax.checkpoint(step))),
     "cond": Container(conditional, inside=lambda _: ("cond, branch 2 of 2",)),
     "while": Container(
-        looped, inside=lambda p: (f"while, iteration {p[0]}",), directions=_FORWARD
+        looped, inside=lambda p: (f"while, iteration {p[0]}",), **_FORWARD
     ),
     "jit": Container(jitted),
-    "custom_jvp": Container(with_jvp, directions=_FORWARD),
-    "custom_vjp": Container(with_vjp, directions=_FORWARD),
+    "custom_jvp": Container(with_jvp, **_FORWARD),
+    "custom_vjp": Container(with_vjp, **_FORWARD),
     "masked": Container(masked),
     "masked scan": Container(masked_scan, inside=_turn),
-    "shard_map": Container(
-        lambda step: on_devices(step, unrolled),
-        (DEVICES, LAYERS),
-        devices=True,
-        directions=_ON_DEVICES,
-    ),
+    "shard_map": Container(lambda step: on_devices(step, unrolled), **_ON_DEVICES),
     "shard_map, scan": Container(
-        lambda step: on_devices(step, scanned),
-        (DEVICES, LAYERS),
-        _turn,
-        True,
-        _ON_DEVICES,
+        lambda step: on_devices(step, scanned), inside=_turn, **_ON_DEVICES
     ),
 }

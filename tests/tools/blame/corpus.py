@@ -1,6 +1,7 @@
 """Planted faults: programs, what is to be named of each, and whether it was."""
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 
 import mpx
 
+from ...helpers import HALF
 from ...registries import RECIPES
 from . import plants
 from .containers import CONTAINERS, LAYERS, ROWS, WIDTH, Container, layer
@@ -21,20 +23,16 @@ from .plants import PLANTS
 
 # Ways to compute: what the function is made by, and the options of `mpx.blame`.
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "float16": {"autocast": {"dtype": "float16"}},
-    "bfloat16": {"autocast": {"dtype": "bfloat16"}},
-    "explicit float16": {"options": {"policy": "float16"}},
-    "explicit bfloat16": {"options": {"policy": "bfloat16"}},
-    "delayed": {"autocast": {"recipe": RECIPES["delayed"]}},
-    "current": {"autocast": {"recipe": RECIPES["current"]}},
-    "mxfp8": {"autocast": {"recipe": RECIPES["mxfp8"]}},
+    **{name: {"autocast": {"dtype": name}} for name in HALF},
+    **{f"explicit {name}": {"options": {"policy": name}} for name in HALF},
+    **{
+        name: {"autocast": {"recipe": RECIPES[name]}}
+        for name in ("delayed", "current", "mxfp8")
+    },
 }
 # Faults of formats, and where they are.
-OF_FORMATS = {
-    "overflow": "explicit float16",
-    "underflow": "explicit float16",
-    "rounding": "explicit bfloat16",
-}
+OF_FORMATS = dict.fromkeys(("overflow", "underflow"), "explicit float16")
+OF_FORMATS["rounding"] = "explicit bfloat16"
 SCALE = 2.0**8  # at which nothing overflows but by a fault
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
@@ -79,7 +77,6 @@ class Fault:
         return " | ".join(parts)
 
     def step(self, *, with_fault: bool = True) -> Step:
-        """The step, with the fault or without it."""
         plant = PLANTS[self.plant]
         is_forward = self.direction == "forward"
         planted = plants.forward(plant) if is_forward else plants.backward(plant)
@@ -93,18 +90,16 @@ class Fault:
             step = as_step(loss, self.precision, (model, x, jnp.asarray(f)))
             return dataclasses.replace(step, is_nnx=self.container == "NNX")
         on_weight = self.direction == "wgrad"
-        hidden = CONTAINERS[self.container].make(
-            lambda h, w, f: layer(planted, on_weight, h, w, f)
-        )
+        step = functools.partial(layer, planted, on_weight)
+        hidden = CONTAINERS[self.container].make(step)
 
         def loss(model, x, f):
             return mean_of_squares(hidden(model["w"], x, f) @ model["head"])
 
         w = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
         head = jax.random.normal(keys[1], (WIDTH, 4)) / 4
-        return as_step(
-            loss, self.precision, ({"w": w, "head": head}, x, jnp.asarray(f))
-        )
+        model = {"w": w, "head": head}
+        return as_step(loss, self.precision, (model, x, jnp.asarray(f)))
 
     def mistakes(self, report: mpx.reports.BlameReport) -> list[str]:
         """What a report says wrong."""
@@ -118,9 +113,7 @@ class Fault:
         line = plants.line_of(function, text)
         # Where something does not fit in a format, what made it may be named as well
         # as what it was cast for.
-        lines = (
-            (first.line, first.made_at) if plant.kind == "overflow" else (first.line,)
-        )
+        lines = (first.line, *[first.made_at] * (plant.kind == "overflow"))
         names = {first.primitive, first.computed, first.made_by}
         said = {
             "operation": bool(names & set(plant.primitives)),
@@ -139,9 +132,7 @@ class Fault:
     @property
     def verdict(self) -> mpx.reports.Verdict:
         is_of_format = PLANTS[self.plant].kind in OF_FORMATS
-        return (
-            mpx.reports.Verdict.PRECISION if is_of_format else mpx.reports.Verdict.DATA
-        )
+        return getattr(mpx.reports.Verdict, "PRECISION" if is_of_format else "DATA")
 
 
 def container_of(fault: Fault) -> Container:
@@ -157,7 +148,6 @@ def mean_of_squares(h: Any) -> Any:
 
 
 def as_step(loss: Any, precision: str, args: tuple[Any, ...]) -> Step:
-    """A step in a precision, with a scaling of its own."""
     how = PRECISIONS[precision]
     if "autocast" in how:
         loss = mpx.autocast(loss, **how["autocast"])
@@ -172,16 +162,14 @@ def as_step(loss: Any, precision: str, args: tuple[Any, ...]) -> Step:
 
 def all_faults() -> Iterator[Fault]:
     """Every kind of fault there is, at the first place."""
-    for plant, name, direction, precision in itertools.product(
-        PLANTS.values(), (*CONTAINERS, *FRAMEWORKS), DIRECTIONS, PRECISIONS
-    ):
+    kinds = PLANTS.values(), (*CONTAINERS, *FRAMEWORKS), DIRECTIONS, PRECISIONS
+    for plant, name, direction, precision in itertools.product(*kinds):
         fault = Fault(plant.name, name, direction, precision, ())
         if direction not in container_of(fault).directions:
             continue
-        if plant.kind in OF_FORMATS:
-            if precision != OF_FORMATS[plant.kind] or direction != "forward":
-                continue
-        yield fault
+        only = OF_FORMATS.get(plant.kind, precision), "forward"
+        if plant.kind not in OF_FORMATS or (precision, direction) == only:
+            yield fault
 
 
 def faults(count: int, seed: int) -> list[Fault]:
@@ -202,7 +190,7 @@ def faults(count: int, seed: int) -> list[Fault]:
     return chosen
 
 
-def clean_steps() -> Iterator[tuple[str, Step]]:
+def clean_steps() -> Iterator[tuple[str, Step, mpx.reports.Verdict]]:
     """Fifty steps with infinities, of which nothing is bad."""
     for (name, part), precision in itertools.product(MASKS.items(), CLEAN):
 
@@ -212,13 +200,17 @@ def clean_steps() -> Iterator[tuple[str, Step]]:
         keys = jax.random.split(jax.random.key(len(name)))
         w = jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH**0.5
         x = jax.random.normal(keys[1], (ROWS, WIDTH))
-        yield f"{name} | {precision}", as_step(loss, precision, (w, x))
+        step = as_step(loss, precision, (w, x))
+        yield f"{name} | {precision}", step, mpx.reports.Verdict.NOTHING
 
 
 CLEAN = ("float16", "bfloat16", "explicit float16", "explicit bfloat16", "current")
 
 
-def large_scales() -> Iterator[tuple[str, Step]]:
+SCALED = ("unrolled", "scan", "scan, remat", "masked", "shard_map", *FRAMEWORKS)
+
+
+def large_scales() -> Iterator[tuple[str, Step, mpx.reports.Verdict]]:
     """Twenty steps whose loss scale is too large, and nothing else."""
     precisions = ("float16", "explicit float16")
     for number, precision in itertools.product(range(10), precisions):
@@ -228,16 +220,13 @@ def large_scales() -> Iterator[tuple[str, Step]]:
         if number % 2:
             scaling = mpx.DynamicLossScaling(2.0**28, max_loss_scaling=2.0**28)
         name = f"{fault.container} | {precision} | {float(scaling.loss_scale):g}"
-        yield name, dataclasses.replace(step, scaling=scaling)
-
-
-SCALED = ("unrolled", "scan", "scan, remat", "masked", "shard_map", *FRAMEWORKS)
+        step = dataclasses.replace(step, scaling=scaling)
+        yield name, step, mpx.reports.Verdict.SCALE
 
 
 def verdict_steps(seed: int) -> Iterator[tuple[str, Step, mpx.reports.Verdict]]:
     """Sixty steps, twenty for each verdict."""
-    for name, step in large_scales():
-        yield name, step, mpx.reports.Verdict.SCALE
+    yield from large_scales()
     left = {mpx.reports.Verdict.PRECISION: 20, mpx.reports.Verdict.DATA: 20}
     for fault in faults(300, seed):
         if left[fault.verdict]:

@@ -115,7 +115,6 @@ def counted() -> Iterator[Cost]:
 
 
 def measure(is_scan: bool) -> str:
-    """One line: the gradient, and the replay."""
     loss, args = model_of(is_scan)
     scaling = mpx.NoLossScaling()
     gradient = jax.jit(lambda s, *args: mpx.filter_value_and_grad(loss, s)(*args))

@@ -35,10 +35,7 @@ def equinox(planted, mean) -> Made:
     keys = jax.random.split(jax.random.key(0), LAYERS)
     blocks = [Block(eqx.nn.Linear(WIDTH, WIDTH, key=key)) for key in keys]
 
-    def loss(model, x, f):
-        return mean(model(x, f, planted))
-
-    return loss, Stack(blocks)
+    return lambda model, x, f: mean(model(x, f, planted)), Stack(blocks)
 
 
 def equinox_scan(planted, mean) -> Made:
@@ -69,28 +66,22 @@ def flax_linen(planted, mean) -> Made:
     module = Model()
     shapes = jnp.ones((1, WIDTH)), jnp.ones((LAYERS,))
 
-    def loss(variables, x, f):
-        return mean(module.apply(variables, x, f))
-
-    return loss, module.init(jax.random.key(0), *shapes)
+    variables = module.init(jax.random.key(0), *shapes)
+    return lambda variables, x, f: mean(module.apply(variables, x, f)), variables
 
 
 def flax_nnx(planted, mean) -> Made:
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.layers = nnx.List(
-                [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
-            )
+            make = lambda _: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
+            self.layers = nnx.List(map(make, range(LAYERS)))
 
         def __call__(self, h, f):
             for i, layer in enumerate(self.layers):
                 h = planted(jnp.tanh(layer(h)), f[i])
             return h
 
-    def loss(model, x, f):
-        return mean(model(x, f))
-
-    return loss, Model(nnx.Rngs(0))
+    return lambda model, x, f: mean(model(x, f)), Model(nnx.Rngs(0))
 
 
 def of_haiku(planted, mean) -> Made:
@@ -102,10 +93,8 @@ def of_haiku(planted, mean) -> Made:
     module = haiku.without_apply_rng(haiku.transform(forward))
     shapes = jnp.ones((1, WIDTH)), jnp.ones((LAYERS,))
 
-    def loss(params, x, f):
-        return mean(module.apply(params, x, f))
-
-    return loss, module.init(jax.random.key(0), *shapes)
+    params = module.init(jax.random.key(0), *shapes)
+    return lambda params, x, f: mean(module.apply(params, x, f)), params
 
 
 FRAMEWORKS = {

@@ -82,18 +82,5 @@ def guarded(x):
     return x + jnp.where(jax.lax.stop_gradient(x) > 0, roots, 0.0)
 
 
-MASKS = {
-    part.__name__: part
-    for part in (
-        chosen,
-        added,
-        logarithm,
-        online,
-        segments,
-        pooled,
-        top,
-        padded,
-        running,
-        guarded,
-    )
-}
+_PARTS = (chosen, added, logarithm, online, segments, pooled, top, padded, running)
+MASKS = {part.__name__: part for part in (*_PARTS, guarded)}

@@ -1,4 +1,7 @@
-"""Faults as they were met: in experts, in a mask, in one device, in a value."""
+"""Faults as they were met, and those that a recipe makes by a product that is zero."""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,24 +9,18 @@ import pytest
 
 import mpx
 
-from ...helpers import slow_but
+from ...helpers import in_two_processes, slow_but
+from ...registries import RECIPES
+from . import breaks
 from .plants import line_of
 
 ROWS, EXPERTS, WIDTH = 12, 3, 8
-
-
-def sizes_of(counts):
-    return jnp.asarray(counts, jnp.int32)
 
 
 @jax.custom_vjp
 def experts(x, w, sizes):
     """A fused layer whose gradient of a weight is a mean over the expert's rows."""
     return jax.lax.ragged_dot(x, w, sizes)
-
-
-def keep(x, w, sizes):
-    return experts(x, w, sizes), (x, w, sizes)
 
 
 def pull(kept, cotangent):
@@ -34,7 +31,7 @@ def pull(kept, cotangent):
     return dx, (dw * rows) / rows, None
 
 
-experts.defvjp(keep, pull)
+experts.defvjp(lambda *args: (experts(*args), args), pull)
 
 
 @pytest.mark.slow
@@ -46,14 +43,12 @@ def test_a_weight_gradient_that_is_nan_where_an_expert_has_no_rows():
         return mpx.force_full_precision(jnp.mean, jnp.float32)(h * h)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    model = {
-        "first": jax.random.normal(keys[0], (WIDTH, WIDTH)),
-        "experts": jax.random.normal(keys[1], (EXPERTS, WIDTH, WIDTH)),
-    }
+    model = {"first": jax.random.normal(keys[0], (WIDTH, WIDTH))}
+    model["experts"] = jax.random.normal(keys[1], (EXPERTS, WIDTH, WIDTH))
     x = jax.random.normal(keys[2], (ROWS, WIDTH))
     blame = mpx.blame(loss, mpx.NoLossScaling(), policy="bfloat16")
-    assert blame(model, x, sizes_of([4, 4, 4])).verdict is mpx.reports.Verdict.NOTHING
-    first = blame(model, x, sizes_of([5, 0, 7])).first
+    assert blame(model, x, jnp.array([4, 4, 4])).verdict is mpx.reports.Verdict.NOTHING
+    first = blame(model, x, jnp.array([5, 0, 7])).first
     assert (first.primitive, first.kind) == ("div", "nan")
     assert first.reason == "zero divided by zero"
     assert first.direction == "backward (wgrad)"
@@ -66,24 +61,17 @@ def uninitialised(x, w, sizes):
     return jnp.where(there, out, jnp.nan)
 
 
-def by_factor(out, there):
-    return out * there
-
-
-def by_choice(out, there):
-    return jnp.where(there > 0, out, 0.0)
-
-
-@pytest.mark.parametrize("mask", [by_factor, by_choice])
-def test_rows_of_a_ragged_product_that_nobody_wrote(mask):
+@pytest.mark.parametrize("by_choice", [False, True])
+def test_rows_of_a_ragged_product_that_nobody_wrote(by_choice):
     def loss(w, x, sizes):
         there = (jnp.arange(ROWS)[:, None] < jnp.sum(sizes)).astype(x.dtype)
-        return jnp.mean(mask(uninitialised(x, w, sizes), there))
+        out = uninitialised(x, w, sizes)
+        return jnp.mean(jnp.where(there > 0, out, 0.0) if by_choice else out * there)
 
     w, x = jnp.ones((EXPERTS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
     step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())
-    report = step(w, x, sizes_of([4, 3, 2]))
-    if mask is by_choice:
+    report = step(w, x, jnp.array([4, 3, 2]))
+    if by_choice:
         assert report.verdict is mpx.reports.Verdict.NOTHING
         return
     assert report.verdict is mpx.reports.Verdict.DATA
@@ -99,28 +87,21 @@ def test_a_value_that_is_finite_and_too_large_is_named_on_request():
             h = jnp.exp(h)
         return jnp.mean(h / (h + 1.0))
 
-    w, x = jnp.ones((4, 4)), jnp.full((2, 4), 3.0)
-    loss = mpx.autocast(loss)
-    report = mpx.blame(loss, mpx.NoLossScaling(), above=1e4)(w, x)
+    args = jnp.ones((4, 4)), jnp.full((2, 4), 3.0)
+    blame = functools.partial(mpx.blame, mpx.autocast(loss), mpx.NoLossScaling())
+    report = blame(above=1e4)(*args)
     assert report.verdict is mpx.reports.Verdict.NOTHING
     assert report.first.primitive == "exp" and report.first.scope == "large"
     assert report.first.reason == "a number above 10000"
-    nothing = mpx.blame(loss, mpx.NoLossScaling(), above=1e6)(w, x)
-    assert nothing.first is None
+    assert blame(above=1e6)(*args).first is None
 
 
-@pytest.mark.parametrize(
-    ("where", "above"),
-    [
-        ("input", 1e3),
-        ("input", 3.9e4),
-        ("weight", 2e4),
-        ("constant", 1e3),
-        ("constant", 3.9e4),
-        ("literal", 2e4),
-    ],
-)
-def test_what_is_given_above_a_limit_is_told(where, above):
+ABOVE = [("input", 1e3), ("input", 3.9e4), ("weight", 2e4)]
+ABOVE += [("constant", 1e3), ("constant", 3.9e4), ("literal", 2e4)]
+
+
+@pytest.mark.parametrize(("where", "above"), ABOVE)
+def test_what_is_given_above_a_limit_is_named(where, above):
     """And does not hide what stands behind it: the limit may be any below."""
     large = jnp.full(4, 4e4)
     w = jnp.full((4, 4), 4e4 if where == "weight" else 1.0)
@@ -128,8 +109,7 @@ def test_what_is_given_above_a_limit_is_told(where, above):
 
     def loss(w, x):
         h = 1e-5 * (x @ w)
-        if where == "constant":
-            h = h + large
+        h = h + large if where == "constant" else h
         return jnp.sum(1e-9 * (h * 4e4 if where == "literal" else h))
 
     blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False, above=above)
@@ -139,29 +119,30 @@ def test_what_is_given_above_a_limit_is_told(where, above):
     assert report.first.reason.endswith(f"above {above:g}")
     names = {"input": ("args[1]",), "weight": ("args[0]",)}
     assert report.first.parameters == names.get(where, ())
-    assert str(report).startswith(
-        "blame loss: finite, loss scale 1, with large numbers"
-    )
+    head = "blame loss: finite, loss scale 1, with large numbers"
+    assert str(report).startswith(head)
 
 
-def test_two_independent_faults_are_both_named():
-    def loss(w, x):
-        return jnp.sum(jnp.log(x[0]) * w[0]) + jnp.sum(jnp.sqrt(x[1]) * w[1])
-
+def test_micro_batches_are_a_loop_and_independent_faults_are_both_named():
+    w, x = jnp.ones((4, 2)), jnp.ones((8, 4)).at[5].set(0.0)
+    loss = mpx.autocast(lambda w, x: jnp.mean(jnp.log(x @ w)))
+    report = mpx.blame(loss, mpx.NoLossScaling(), accumulate=4)(w, x)
+    assert report.first.primitive == "log" and report.rows == (5,)
+    assert report.first.inside == ("scan, iteration 1 of 4",)  # of every four rows
+    f = lambda w, x: jnp.log(x[0]) * w[0] + jnp.sqrt(x[1]) * w[1]  # noqa: E731
     w, x = jnp.ones((2, 4)), jnp.array([[0.0] * 4, [-1.0] * 4])
-    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
+    loss = mpx.autocast(lambda w, x: jnp.sum(f(w, x)))
+    report = mpx.blame(loss, mpx.NoLossScaling())(w, x)
     assert {culprit.primitive for culprit in report.culprits} == {"log", "sqrt"}
 
 
-def test_micro_batches_are_a_loop():
-    def loss(w, x):
-        return jnp.mean(jnp.log(x @ w))
-
-    w, x = jnp.ones((4, 2)), jnp.ones((8, 4)).at[5].set(0.0)
-    step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling(), accumulate=4)
-    report = step(w, x)
-    assert report.first.primitive == "log" and report.rows == (5,)
-    assert report.first.inside == ("scan, iteration 1 of 4",)  # of every four rows
+@pytest.mark.slow
+def test_two_processes_name_what_one_device_did():
+    found = in_two_processes("-m", "tests.tools.blame.two_processes", devices=4)
+    verdict, inside = mpx.reports.Verdict.DATA.value, ["scan, iteration 0 of 3"]
+    for as_one, by_hand in found:
+        assert as_one == ["div", "plant", inside, [], [6], verdict]
+        assert by_hand == ["div", "plant", inside, [6], [6], verdict]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -200,14 +181,12 @@ def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
 
 
 def by_experts(x, w):
-    return jax.lax.ragged_dot(x, w, sizes_of([6, 6]))
+    return jax.lax.ragged_dot(x, w, jnp.array([6, 6]))
 
 
 def by_window(x, w):
-    numbers = ("NWC", "WIO", "NWC")
-    return jax.lax.conv_general_dilated(
-        x[None], w[:1], (1,), "VALID", dimension_numbers=numbers
-    )[0]
+    options = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+    return jax.lax.conv_general_dilated(x[None], w[:1], (1,), "VALID", **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -229,3 +208,55 @@ def test_half_precision_is_tried_for_each_product_that_a_recipe_quantizes(produc
     assert report.rule is not None
     assert report.rule.precision is mpx.Precision.HALF
     assert report.rule.primitive == report.first.primitive
+
+
+TARGETS = [
+    (breaks.attention, "current", "H100"),
+    (breaks.quotient, "mxfp8", "B200"),
+    (breaks.rule, "current", "TPU v7x"),
+]
+# Finite in bfloat16 and in float32. Together they are many, and each compiles several
+# programs: one of each kind runs always, the rest before a release.
+CASES = [*itertools.product(breaks.FAULTS, RECIPES, [None]), *TARGETS]
+QUICK_RECIPES = [(breaks.mean_of_some, "current", None)]
+SLOW = [(breaks.attention, "nvfp4", None), TARGETS[0]]
+
+
+def _marks(case):
+    if case in QUICK_RECIPES:
+        return ()
+    return (pytest.mark.slow,) if case in SLOW else (pytest.mark.exhaustive,)
+
+
+@pytest.mark.parametrize(
+    ("fault", "recipe", "target"),
+    [pytest.param(*case, marks=_marks(case)) for case in CASES],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_what_a_recipe_breaks_is_named(fault, recipe, target):
+    w, x = breaks.weights_of([fault]), breaks.batch()
+    loss = breaks.loss_of([fault])
+    loss = mpx.autocast(loss, recipe=RECIPES[recipe], target=target)
+    scaling = mpx.init_scaling(loss, w, x)
+    report = mpx.blame(loss, scaling)(w, x)
+    first = report.first
+    assert report.verdict is mpx.reports.Verdict.PRECISION
+    assert first.line == line_of(fault, "# here")
+    assert first.primitive not in ("constant", "input")
+
+
+def equal_products(w, x):
+    h = x @ w["first"]
+    h = h @ w["second"]  # here
+    return jnp.mean(h.astype(jnp.float32))
+
+
+@pytest.mark.slow
+def test_of_products_of_one_shape_the_one_that_overflows_is_named():
+    w = {"first": jnp.eye(32), "second": jnp.full((32, 32), 100.0)}
+    loss = mpx.autocast(equal_products, "float16", recipe=RECIPES["current"])
+    x = jnp.full((32, 32), 100.0)
+    scaling = mpx.init_scaling(loss, w, x).with_loss(mpx.StaticLossScaling(1.0))
+    first = mpx.blame(loss, scaling)(w, x).first
+    assert first.line == line_of(equal_products, "# here")
+    assert first.primitive == "dot_general" and first.parameters == ("['second']",)

@@ -11,6 +11,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 
+from ...helpers import slow_but
+
 ONE = mpx.StaticLossScaling(1.0)
 WIDTH = 64
 WEIGHTS = {k: jnp.full((WIDTH, WIDTH), 1e-2) for k in ("first", "hot", "last")}
@@ -46,17 +48,14 @@ def blamed(loss):
     return mpx.blame(mpx.autocast(loss, "float16"), ONE)(WEIGHTS, X)
 
 
-@pytest.mark.parametrize(
-    ("loss", "place"),
-    [
-        (by_scope, 'scope="hot"'),
-        (by_reader, "parameter=\"['last']\""),
-        pytest.param(
-            *(by_line, "when=lambda operation: operation.line.endswith("),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+PLACES = [
+    (by_scope, 'scope="hot"'),
+    (by_reader, "parameter=\"['last']\""),
+    (by_line, "when=lambda operation: operation.line.endswith("),
+]
+
+
+@pytest.mark.parametrize(("loss", "place"), slow_but(PLACES[:2], PLACES))
 def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
     report = blamed(loss)
     assert report.verdict is mpx.reports.Verdict.PRECISION
@@ -77,16 +76,17 @@ def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
     assert share < (60 if is_cast else 50)
 
 
+def unless_rounded(w, x):  # 1 + 2^-9 is 1 in bfloat16, and not in float16
+    near_one = jnp.full((8, WIDTH), 1 + 2.0**-9) * x @ jnp.eye(WIDTH)
+    return 1 / jnp.mean(near_one - 1)
+
+
 @pytest.mark.slow
 def test_bfloat16_is_offered_where_it_would_do():
     text = 'it is finite without the rule: `mpx.autocast(loss, "bfloat16")`'
     report = blamed(by_weight)
     assert text in " ".join(report.advice.split())
-
-    def rounded(w, x):  # 1 + 2^-9 is 1 in bfloat16, and not in float16
-        near_one = jnp.full((8, WIDTH), 1 + 2.0**-9) * x @ jnp.eye(WIDTH)
-        return by_weight(w, x) + 1 / jnp.mean(near_one - 1)
-
+    rounded = lambda w, x: by_weight(w, x) + unless_rounded(w, x)  # noqa: E731
     report = mpx.blame(mpx.autocast(rounded, "float16"), ONE)(WEIGHTS, X)
     assert text not in " ".join(report.advice.split())
 
@@ -99,8 +99,7 @@ def behind_a_mask(w, x):  # by an infinite product one divides: the log of 0 is 
 @pytest.mark.parametrize("is_wide_enough", [True, False])
 def test_a_rule_for_the_whole_function_is_not_offered(is_wide_enough):
     def loss(w, x):
-        near_one = jnp.full((8, WIDTH), 1 + 2.0**-9) * x @ jnp.eye(WIDTH)
-        extra = 0.0 if is_wide_enough else 1 / jnp.mean(near_one - 1)
+        extra = 0.0 if is_wide_enough else unless_rounded(w, x)
         return behind_a_mask(w, x) + extra
 
     report = mpx.blame(mpx.autocast(loss, "float16"), ONE)(WEIGHTS, X)
@@ -114,10 +113,8 @@ def test_a_rule_for_the_whole_function_is_not_offered(is_wide_enough):
 
 @pytest.mark.parametrize("literal", [jnp.inf, jnp.nan])
 def test_a_literal_and_its_copy_in_the_backward_pass_are_one_fault(literal):
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w) * literal)
-
-    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(X.T @ X, X)
+    loss = mpx.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) * literal))
+    report = mpx.blame(loss, mpx.NoLossScaling())(X.T @ X, X)
     assert [c.primitive for c in report.culprits] == ["constant"]
     assert report.first.phase == "forward"
     assert "Independent" not in str(report)
@@ -129,10 +126,8 @@ def test_the_verdict_comes_first_and_then_what_is_bad():
     assert lines[0] == "blame by_weight: precision"
     assert lines[1].startswith("Finite in float32, and with this rule, for ")
     assert lines[2].startswith("  mpx.Rule(")
-    bad, first = (
-        next(i for i, line in enumerate(lines) if line.startswith(start))
-        for start in ("non-finite, loss scale 1: the loss", "First bad value: ")
-    )
+    starts = ("non-finite, loss scale 1: the loss", "First bad value: ")
+    bad, first = ([line.startswith(s) for line in lines].index(True) for s in starts)
     assert 2 < bad < first
     assert max(map(len, lines)) <= 100
 
@@ -152,9 +147,6 @@ def test_all_rows_that_do_it_are_counted():
     text = "14, 15 and 24 more, 40 in all"
     assert text in str(report) and text in report.to_html()
     assert "rows        0, 1, " in str(report)
-
-
-def test_rows_that_were_not_tried_are_counted():
     report = log_of(512, range(0, 512, 2))
     assert 16 < len(report.rows) < 256
     last = max(report.rows)

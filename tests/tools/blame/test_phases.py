@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
 
@@ -43,9 +43,7 @@ def by_rule(f):
 
 
 def by_scan(f):
-    def turn(total, h):
-        return total + jnp.sum(f(h)), None
-
+    turn = lambda total, h: (total + jnp.sum(f(h)), None)  # noqa: E731
     return lambda h: jax.lax.scan(turn, jnp.zeros(()), jnp.stack([h, h]))[0]
 
 
@@ -65,49 +63,34 @@ def first_of(f, h):
     return mpx.blame(loss, mpx.NoLossScaling())(h).first
 
 
-@pytest.mark.parametrize("name", slow_but(["sqrt", "norm"], OF_GRADIENT))
-def test_a_fault_of_the_gradient_alone_is_backward(name):
-    assert first_of(*OF_GRADIENT[name]).phase == "backward"
+POINTS = zip(OTHERS, ("sqrt", "power", "power", "sqrt", "sqrt"), strict=True)
+QUICK = [("plain", "sqrt"), ("plain", "norm"), *POINTS]
+ALL = [*QUICK, *(("plain", n) for n in [*OF_GRADIENT][2:]), ("custom_vjp", "eigh")]
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    slow_but(
-        zip(OTHERS, ("sqrt", "power", "power", "sqrt", "sqrt"), strict=True),
-        [
-            *zip(OTHERS, ("sqrt", "power", "power", "sqrt", "sqrt"), strict=True),
-            ("custom_vjp", "eigh"),
-        ],
-    ),
-)
-def test_a_fault_of_the_gradient_alone_is_backward_in_what_holds_it(way, name):
+@pytest.mark.parametrize(("way", "name"), slow_but(QUICK, ALL))
+def test_a_fault_of_the_gradient_alone_is_backward(way, name):
     f, h = OF_GRADIENT[name]
     assert first_of(WAYS[way](f), h).phase == "backward"
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(["exp", "zero by zero", "inner gradient"], [*OF_FUNCTION][1:])
-)
-def test_a_fault_of_the_function_is_forward(name):
-    assert first_of(*OF_FUNCTION[name]).phase == "forward"
+FORWARD = [("plain", name) for name in ("exp", "zero by zero", "inner gradient")]
+FORWARD += [(way, "log") for way in OTHERS]
+ALL = [*FORWARD, ("plain", "var of one row"), ("remat in scan", "inner gradient")]
 
 
-@pytest.mark.parametrize(
-    ("way", "name"),
-    slow_but(
-        [(way, "log") for way in OTHERS],
-        [*((way, "log") for way in OTHERS), ("remat in scan", "inner gradient")],
-    ),
-)
-def test_a_fault_of_the_function_is_forward_in_what_holds_it(way, name):
+@pytest.mark.parametrize(("way", "name"), slow_but(FORWARD, ALL))
+def test_a_fault_of_the_function_is_forward(way, name):
     f, h = OF_FUNCTION[name]
     assert first_of(WAYS[way](f), h).phase == "forward"
 
 
-def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute():
+def test_a_checkpoint_recomputes_and_the_function_comes_before_its_gradient():
     # Infinity is harmless forward, where 1 is divided by it, and not backward.
     first = first_of(WAYS["remat in scan"](lambda h: h / jnp.exp(h * h)), 1000 * ONE)
     assert (first.primitive, first.phase) == ("exp", "recompute")
+    f = lambda h: jnp.sum(jnp.sqrt(h)) + jnp.sum(jnp.log(h - 1.0))  # noqa: E731
+    assert first_of(f, ZERO).primitive == "log"
 
 
 def in_branch(h):
@@ -122,17 +105,12 @@ def test_a_fault_that_makes_the_loss_itself_is_forward(f):
     assert report.first.primitive == "log"
 
 
-def test_a_fault_of_the_function_comes_before_one_of_the_gradient():
-    f = lambda h: jnp.sum(jnp.sqrt(h)) + jnp.sum(jnp.log(h - 1.0))  # noqa: E731
-    assert first_of(f, ZERO).primitive == "log"
+AXES = [(("a", "b"), AxisType.Auto), (("a",), AxisType.Explicit)]
 
 
 @pytest.mark.parametrize(
     ("names", "second"),
-    [
-        (("a", "b"), AxisType.Auto),
-        pytest.param(("a",), AxisType.Explicit, marks=pytest.mark.exhaustive),
-    ],
+    [AXES[0], pytest.param(*AXES[1], marks=pytest.mark.exhaustive)],
 )
 def test_a_fault_on_one_device_of_explicit_axes_is_named(names, second):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit, second))
@@ -140,20 +118,11 @@ def test_a_fault_on_one_device_of_explicit_axes_is_named(names, second):
     def local(w, x):
         return jax.lax.pmean(jnp.mean(jnp.log(x * w[None])), "a")
 
-    def loss(w, x):
-        specs = (PartitionSpec(), PartitionSpec("a"))
-        call = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=PartitionSpec(),
-            axis_names=set(names),
-        )
-        return call(w, x)
-
-    w = jax.device_put(ONE, NamedSharding(mesh, PartitionSpec()))
+    specs = {"in_specs": (P(), P("a")), "out_specs": P(), "axis_names": set(names)}
+    loss = jax.shard_map(local, mesh=mesh, **specs)
+    w = jax.device_put(ONE, NamedSharding(mesh, P()))
     x = jnp.ones((8, 4)).at[5].set(-1.0)
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a")))
+    x = jax.device_put(x, NamedSharding(mesh, P("a")))
     report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
     assert (report.first.primitive, report.first.phase) == ("log", "forward")
     assert report.first.devices == ((2,) if names == ("a",) else (4, 5))

@@ -45,14 +45,8 @@ def named(mesh, is_by_hand):
     scaling = jax.tree.map(lambda a: spread(np.asarray(a), P()), mpx.NoLossScaling())
     report = mpx.blame(mpx.autocast(loss), scaling)(w, x, spread(f, P("d")))
     first = report.first
-    return [
-        first.primitive,
-        first.scope,
-        list(first.inside),
-        list(first.devices),
-        list(report.rows),
-        report.verdict.value,
-    ]
+    places = first.inside, first.devices, report.rows
+    return [first.primitive, first.scope, *map(list, places), report.verdict.value]
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ def shaped(*shape, dtype=F32):
 
 
 def broken(program, *args, **claims):
-    """The violations and the message."""
     with pytest.raises(mpx.reports.ContractError) as caught:
         mpx.expect(program, *args, **claims)
     return caught.value.violations, str(caught.value)

@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-import warnings
 
 import equinox as eqx
 import jax
@@ -18,20 +17,15 @@ from ...helpers import unchecked_annotations
 from .cases import BF16, DATA, F32, HALF, WEIGHTS, broken, mesh_of_eight, shaped, train
 
 
-def bytes_of(step, *args):
-    return step.lower(*args).compile().memory_analysis()
-
-
 def test_memory():
-    sizes = bytes_of(train, WEIGHTS, DATA)
+    sizes = train.lower(WEIGHTS, DATA).compile().memory_analysis()
     arguments = 4 * (8 * 16 + 3 * 16 * 16 + 16 * 4 + 32 * 8)
     assert sizes.argument_size_in_bytes == arguments
+    temporaries = sizes.temp_size_in_bytes
     limits = {
-        "temporaries_at_most": sizes.temp_size_in_bytes,
+        "temporaries_at_most": temporaries,
         "arguments_at_most": arguments,
-        "memory_at_most": arguments
-        + sizes.output_size_in_bytes
-        + sizes.temp_size_in_bytes,
+        "memory_at_most": arguments + sizes.output_size_in_bytes + temporaries,
     }
     mpx.expect(train, WEIGHTS, DATA, **limits)
     for claim, limit in limits.items():
@@ -41,47 +35,30 @@ def test_memory():
         assert violation.operations
     _, text = broken(train, WEIGHTS, DATA, arguments_at_most=0)
     assert "`w['layers']`: float32[3,16,16]" in text
-
-
-def test_donated_memory_counts_once():
+    # Donated memory counts once.
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     mpx.expect(step, shaped(1000), memory_at_most=4000 + 100)
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # JAX says so, too
 def test_donation():
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(w, x):
-        return w + jnp.sum(x), {"x": 2 * x}
-
-    mpx.expect(step, shaped(3), shaped(4), donated_are_aliased=True)
     _, text = broken(jax.jit(jnp.sin), shaped(3), donated_are_aliased=True)
     assert "no argument is donated. Pass `donate_argnums=`" in text
-
-
-def test_donation_in_vain():
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(w, x):
-        return w + jnp.sum(x["x"])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX says so, too
-        lowered = step.lower(shaped(3), {"x": shaped(4)})
+    step = jax.jit(lambda w, x: w + jnp.sum(x["x"]), donate_argnums=(0, 1))
+    lowered = step.lower(shaped(3), {"x": shaped(4)})
     (violation,), text = broken(lowered, donated_are_aliased=True)
     assert "2 donated arrays aliased to results expected; 1 are not" in text
     assert "`x['x']`: float32[4]" in text
     (again,), _ = broken(lowered.compile(), donated_are_aliased=True)
     assert again.operations == violation.operations
 
-
-def test_donation_beside_arguments_that_are_not_used():
+    # Beside arguments that are not used.
     def step_of(of_x):
         return jax.jit(lambda w, unused, x: (w + 1, of_x(x)), donate_argnums=(0, 2))
 
     args = shaped(3), shaped(5), shaped(4)
-    mpx.expect(step_of(lambda x: x * 2), *args, donated_are_aliased=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, text = broken(step_of(jnp.sum), *args, donated_are_aliased=True)
+    mpx.expect(step_of(lambda x: {"x": x * 2}), *args, donated_are_aliased=True)
+    _, text = broken(step_of(jnp.sum), *args, donated_are_aliased=True)
     assert "2 donated arrays aliased to results expected; got 1: `w`." in text
 
 
@@ -126,12 +103,8 @@ def test_a_collective_that_the_compiler_joins_is_looked_at_array_by_array():
     specs = {"in_specs": (P("d"), P("d")), "out_specs": P()}
     joined = jax.jit(jax.shard_map(step, mesh=mesh_of_eight(), **specs))
     claim = {"collectives": {"all-reduce": ()}}
-    (violation,), _ = broken(
-        joined,
-        *(shaped(64, 64), shaped(64)),
-        **claim,
-        collectives_except=lambda x: x.bytes < 1000,
-    )
+    args, large = (shaped(64, 64), shaped(64)), lambda x: x.bytes < 1000
+    (violation,), _ = broken(joined, *args, **claim, collectives_except=large)
     assert [x.bytes for x in violation.operations] == [8 * 64 * 4]
 
 
@@ -143,16 +116,13 @@ def test_a_policy_that_a_step_does_not_follow_breaks_its_contract():
         return jnp.mean((x @ w["matrix"] + w["bias"][None]) ** 2)
 
     low = mpx.autocast(loss, dtype="float16")
-    w = {"matrix": shaped(64, 64), "bias": shaped(64)}
-    w, x = (
-        jax.tree.map(
-            lambda leaf, s=s: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, s)
-            ),
-            tree,
-        )
-        for tree, s in ((w, P()), (shaped(64, 64), P("d")))
-    )
+
+    def placed(spec, *shape):
+        place = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, F32, sharding=place)
+
+    w = {"matrix": placed(P(), 64, 64), "bias": placed(P(), 64)}
+    x = placed(P("d"), 64, 64)
 
     def step_of(policy):
         def step(w, x):
@@ -185,7 +155,7 @@ def test_collectives_that_the_partitioner_makes():
     broken(step, *halves, collectives={"all-gather": ()})
 
 
-def test_callbacks():
+def test_callbacks_and_custom_calls():
     def seen(x):
         jax.debug.print("{}", x)
         return x
@@ -198,23 +168,15 @@ def test_callbacks():
         assert len(violation.operations) == 1
         assert f"in `jit({step.__name__})/" in text and "test_expect.py:" in text
     mpx.expect(jax.jit(jnp.sin), shaped(3), host_callbacks=False)
-
-
-def test_custom_calls():
     step, x = jax.jit(jnp.linalg.cholesky), shaped(4, 4)
     mpx.expect(step, x, required_calls="lapack_*potrf*", forbidden_calls="*callback*")
-    violations, text = broken(
-        step, x, required_calls=["lapack_*", "*f8"], forbidden_calls=["lapack_*"]
-    )
+    claims = {"required_calls": ["lapack_*", "*f8"], "forbidden_calls": ["lapack_*"]}
+    violations, text = broken(step, x, **claims)
     assert [v.claim for v in violations] == ["required_calls", "forbidden_calls"]
     assert "`*f8` missing. The calls of the program: `lapack_" in text
     assert text.startswith("2 of 2 claims are not met:\n1. `required_calls`")
-
-
-def test_products_that_no_call_computes():
-    (violation,), text = broken(
-        train, WEIGHTS, DATA, product_calls="__cublas$lt$matmul$f8"
-    )
+    call = "__cublas$lt$matmul$f8"
+    (violation,), text = broken(train, WEIGHTS, DATA, product_calls=call)
     # Once each: the loop's body stands in the program once.
     assert "every matmul as a call of __cublas$lt$matmul$f8 expected; 8 of 8" in text
     assert {x.kind for x in violation.operations} == {"dot"}
@@ -222,30 +184,13 @@ def test_products_that_no_call_computes():
 
 def test_stages_and_wrappers():
     lowered = train.lower(WEIGHTS, DATA)
-    mpx.expect(
-        lowered, products=HALF, products_except="head", temporaries_at_most=10**6
-    )
-    mpx.expect(lowered.compile(), temporaries_at_most=10**6)
-    x = jnp.ones((4, 4), BF16)
-    mpx.expect(eqx.filter_jit(lambda x: x @ x), x, products=BF16, memory_at_most=10**6)
+    small = {"temporaries_at_most": 10**6}
+    mpx.expect(lowered, products=HALF, products_except="head", **small)
+    mpx.expect(lowered.compile(), **small)
     nnx = pytest.importorskip("flax.nnx")
-    mpx.expect(nnx.jit(lambda x: x @ x), x, products=BF16, memory_at_most=10**6)
-
-
-@pytest.mark.third_party
-def test_master_weights_keep_a_step_in_half_precision():
-    optax = pytest.importorskip("optax")
-    tx = mpx.master_weights(optax.adam(1e-3))
-    w = shaped(16, 16, dtype=BF16)
-    state = jax.eval_shape(tx.init, w)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(w, state, x):
-        grad = jax.grad(lambda w: jnp.sum((x @ w).astype(F32)))(w)
-        return mpx.optimizer_update(w, tx, state, grad, True)
-
-    x = shaped(8, 16, dtype=BF16)
-    mpx.expect(step, w, state, x, products=BF16, donated_are_aliased=True)
+    for jit in eqx.filter_jit, nnx.jit:
+        claims = {"products": BF16, "memory_at_most": 10**6}
+        mpx.expect(jit(lambda x: x @ x), jnp.ones((4, 4), BF16), **claims)
 
 
 @pytest.mark.slow
@@ -263,49 +208,23 @@ def test_python_without_assertions():
     assert done.stdout.strip() == "ContractError"
 
 
-def test_long_lists_are_cut():
-    def many(x):
-        for _ in range(15):
-            x = x @ x
-        return x
-
-    _, text = broken(jax.jit(many), shaped(2, 2), products=HALF)
-    assert text.count("dot: ") == 12 and "and 3 more" in text
-
-
 STEP, X = jax.jit(jnp.matmul), shaped(2, 2)
+CALL, PRODUCTS = [STEP, X, X], {"products": BF16}
 
 
 @pytest.mark.parametrize(
     ("args", "claims", "error", "match"),
     [
-        ([STEP, X, X], {}, ValueError, r"needs at least one claim"),
+        (CALL, {}, ValueError, r"needs at least one claim"),
+        ([str.upper], PRODUCTS, TypeError, r"needs a jitted function with its"),
+        ([len, X], PRODUCTS, TypeError, r"Jit the function first"),
+        (CALL, {"products": "float17"}, ValueError, r"needs a dtype; got 'float17'"),
+        (CALL, {"memory_at_most": 1.5}, TypeError, r"an int; got float 1.5"),
+        (CALL, {"products_share": 2}, ValueError, r"at most 1; got int 2"),
+        (CALL, {"product_calls": 3}, TypeError, r"`product_calls` of .* strings"),
+        (CALL, {"collectives": BF16}, TypeError, r"must map operations to"),
         (
-            [str.upper],
-            {"products": BF16},
-            TypeError,
-            r"needs a jitted function with its",
-        ),
-        ([len, X], {"products": BF16}, TypeError, r"Jit the function first"),
-        (
-            [STEP, X, X],
-            {"products": "float17"},
-            ValueError,
-            r"needs a dtype; got 'float17'",
-        ),
-        ([STEP, X, X], {"memory_at_most": 1.5}, TypeError, r"an int; got float 1.5"),
-        ([STEP, X, X], {"products_share": 2}, ValueError, r"at most 1; got int 2"),
-        (
-            [STEP, X, X],
-            {"product_calls": 3},
-            TypeError,
-            r"`product_calls` of .* strings",
-        ),
-        ([STEP, X, X], {"collectives": BF16}, TypeError, r"must map operations to"),
-        (
-            [STEP, X, X],
-            {"collectives": {"gather": BF16}},
-            ValueError,
+            *(CALL, {"collectives": {"gather": BF16}}, ValueError),
             r"`mpx.expect` must be of `all-gather`, .*; got `gather`",
         ),
     ],
@@ -315,9 +234,17 @@ def test_errors(args, claims, error, match):
         mpx.expect(*args, **claims)
 
 
-def test_errors_of_stages():
+def test_long_lists_are_cut_and_stages_have_errors():
     lowered = STEP.lower(X, X)
     with pytest.raises(TypeError, match=r"takes arguments only for a jitted function"):
         mpx.expect(lowered, X, products=BF16)
     with pytest.raises(ValueError, match=r"reads the program before it is compiled"):
         mpx.expect(lowered.compile(), products=BF16)
+
+    def many(x):
+        for _ in range(15):
+            x = x @ x
+        return x
+
+    _, text = broken(jax.jit(many), shaped(2, 2), products=HALF)
+    assert text.count("dot: ") == 12 and "and 3 more" in text

@@ -79,20 +79,19 @@ def test_products_by_libraries_and_in_fusions(cuda):
     assert fused.is_within("head")
 
 
-def test_asynchronous_collectives(cuda):
+def test_asynchronous_collectives_aliases_and_names_of_arguments(cuda):
     (gather,) = _operations.collectives(cuda)
     assert (gather.kind, gather.dtypes) == ("all-gather", ("bfloat16",))
     assert str(gather).startswith("all-gather: bfloat16[4,8] -> bfloat16[4,8], bf")
     assert str(gather).endswith("in `jit(step)/embed/gather`, at /home/me/model.py:7")
-
-
-def test_aliases_and_names_of_arguments(cuda):
     assert cuda.aliased == {0, 2}
     assert [cuda.parameters[i].op_name for i in range(3)] == ["w['a']", "x", "y"]
     assert _hlo.parse("ENTRY %main (x: f32[]) -> f32[] {\n}\n").aliased == set()
+    with pytest.raises(ValueError, match=r"must have an ENTRY computation; found none"):
+        _hlo.parse("HloModule nothing")
 
 
-def test_host_transfers():
+def test_host_transfers_and_block_scaled_products():
     text = """ENTRY main {
   token.0 = token[] after-all()
   send.1 = (f32[3]{0}, u32[], token[]) send(x.1, token.0), is_host_transfer=true
@@ -101,9 +100,6 @@ def test_host_transfers():
 }"""
     found = _operations.host_transfers(_hlo.parse(text))
     assert [x.kind for x in found] == ["send", "outfeed"]
-
-
-def test_block_scaled_products():
     text = """ENTRY main {
   a = f8e4m3fn[2,16,64]{2,1,0} parameter(0)
   b = f8e4m3fn[2,8,64]{2,1,0} parameter(1)
@@ -133,11 +129,6 @@ def test_types(text, arrays, bits):
     found = _hlo_text.arrays_of(text)
     assert [str(array) for array in found] == arrays
     assert sum(array.bits for array in found) == bits
-
-
-def test_no_program():
-    with pytest.raises(ValueError, match=r"must have an ENTRY computation; found none"):
-        _hlo.parse("HloModule nothing")
 
 
 def test_flops_are_those_that_xla_counts():

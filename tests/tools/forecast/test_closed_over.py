@@ -70,8 +70,7 @@ def in_branch(w, x):
 
 
 def other_types():
-    few = FROZEN[0].astype(jnp.int8)
-    half = FROZEN[0].astype(jnp.bfloat16)
+    few, half = FROZEN[0].astype(jnp.int8), FROZEN[0].astype(jnp.bfloat16)
 
     def loss(w, x):
         y = x @ few.astype(jnp.float32) + x @ half.astype(jnp.float32)
@@ -93,11 +92,11 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [(name, "bfloat16") for name in LOSSES]
-    + [(name, "float32") for name in ("jit", "loop", "checkpoint")],
-)
+CASES = [(name, "bfloat16") for name in LOSSES]
+CASES += [(name, "float32") for name in ("jit", "loop", "checkpoint")]
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_each_array_is_counted_once(on_cpu, name, precision):
     loss, size = LOSSES[name]
     (one,) = mpx.forecast(loss, ADAM, precisions=precision, **on_cpu)(W, X).estimates
@@ -106,7 +105,9 @@ def test_each_array_is_counted_once(on_cpu, name, precision):
     assert one.memory_by_part["other arguments"] < 2 * X.size * 4
 
 
-def test_a_step_needs_what_it_needs_where_they_are_arguments(on_cpu):
+def test_a_step_needs_what_it_needs_where_arrays_are_arguments_and_small_ones_nothing(
+    on_cpu,
+):
     def loss(frozen, w, x):
         return jnp.mean((jnp.tanh(jnp.tanh(x @ w) @ frozen[0]) @ frozen[1]) ** 2)
 
@@ -114,15 +115,18 @@ def test_a_step_needs_what_it_needs_where_they_are_arguments(on_cpu):
     frozen = [jnp.ones((512, 512)), jnp.full((512, 512), 0.5)]
     asked = {"precisions": ("bfloat16", "delayed"), **on_cpu}
     closed = mpx.forecast(functools.partial(loss, frozen), ADAM, **asked)(wide, wide)
-    given = mpx.forecast(lambda w, x, f: loss(f, w, x), ADAM, **asked)(
-        wide, wide, [wide, wide]
-    )
-    for one, other in zip(closed.estimates, given.estimates, strict=True):
-        assert one.memory == other.memory
-        assert one.traffic == other.traffic
+    given = mpx.forecast(lambda w, x, f: loss(f, w, x), ADAM, **asked)
+    estimates = given(wide, wide, [wide, wide]).estimates
+    for one, other in zip(closed.estimates, estimates, strict=True):
+        assert (one.memory, one.traffic) == (other.memory, other.traffic)
         assert one.memory_by_part[CLOSED] == 2 * 4 * 512 * 512
         assert CLOSED not in other.memory_by_part
     assert CLOSED in str(closed)
+    # Compilers look into indices; and they are no memory.
+    places = jnp.arange(4)
+    loss = lambda w, x: net(w, x, []) + jnp.sum(w[places])  # noqa: E731
+    forecast = mpx.forecast(loss, ADAM, precisions="float32", **on_cpu)
+    assert CLOSED not in forecast(W, X).estimates[0].memory_by_part
 
 
 def step(w, state, x):
@@ -134,13 +138,10 @@ def step(w, state, x):
 @pytest.mark.parametrize("wrap", ["plain", "jit", "equinox", "nnx"])
 def test_of_a_step_of_ones_own(on_cpu, wrap):
     """Where JAX has made constants of them, too."""
-    if wrap == "nnx":
-        func = pytest.importorskip("flax.nnx").jit(step)
-    else:
-        func = {"plain": step, "jit": jax.jit(step), "equinox": eqx.filter_jit(step)}
-        func = func[wrap]
+    wraps = {"plain": lambda f: f, "jit": jax.jit, "equinox": eqx.filter_jit}
+    func = wraps[wrap] if wrap in wraps else pytest.importorskip("flax.nnx").jit
     state = jax.eval_shape(ADAM.init, W)
-    (one,) = mpx.forecast(func, **on_cpu)(W, state, X).estimates
+    (one,) = mpx.forecast(func(step), **on_cpu)(W, state, X).estimates
     assert one.memory_by_part[CLOSED] == 2 * SIZE
     assert sum(one.memory_by_part.values()) == one.memory
 
@@ -149,35 +150,20 @@ def test_every_device_has_the_whole_of_them(on_cpu):
     """As JAX makes constants also of sharded arrays."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    divided = NamedSharding(mesh, PartitionSpec("data"))
+    types = {"axis_types": (AxisType.Auto,)}
+    divided, there = (
+        NamedSharding(make((2,), ("data",), **types), PartitionSpec("data"))
+        for make in (AbstractMesh, jax.make_mesh)
+    )
     x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=divided)
-    there = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    there = NamedSharding(there, PartitionSpec("data"))
     for frozen in (FROZEN, [jax.device_put(one, there) for one in FROZEN]):
         loss = functools.partial(net, frozen=frozen)
-        (one,) = mpx.forecast(loss, ADAM, precisions="float32", **on_cpu)(
-            W, x
-        ).estimates
-        assert one.memory_by_part[CLOSED] == 2 * SIZE
-    text = jax.jit(lambda x: x @ frozen[0]).lower(
-        jax.device_put(jnp.ones(X.shape), there)
-    )
-    assert f"f32[{N},{N}]" in "".join(
-        line for line in text.compile().as_text().splitlines() if "constant(" in line
-    )
-
-
-def test_small_arrays_stay_constants(on_cpu):
-    """Compilers look into indices; and they are no memory."""
-    places = jnp.arange(4)
-    (one,) = mpx.forecast(
-        lambda w, x: net(w, x, []) + jnp.sum(w[places]),
-        ADAM,
-        precisions="float32",
-        **on_cpu,
-    )(W, X).estimates
-    assert CLOSED not in one.memory_by_part
+        forecast = mpx.forecast(loss, ADAM, precisions="float32", **on_cpu)
+        assert forecast(W, x).estimates[0].memory_by_part[CLOSED] == 2 * SIZE
+    x = jax.device_put(jnp.ones(X.shape), there)
+    text = jax.jit(lambda x: x @ frozen[0]).lower(x).compile().as_text()
+    constants = [line for line in text.splitlines() if "constant(" in line]
+    assert f"f32[{N},{N}]" in "".join(constants)
 
 
 @pytest.mark.slow

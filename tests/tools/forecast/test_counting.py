@@ -78,9 +78,7 @@ def test_kernels_have_kinds(kernels):
         "gather": "collective",
         "new": "optimizer",
     }
-
-
-def test_a_state_in_few_bits_is_of_the_optimizer(kernels):
+    # A state in few bits is of the optimizer.
     kernel, _ = kernels["new"]
     file = Path(mpx.__file__).parent / "_few_bits" / "_codes.py"
     assert kind_of(kernel, [(str(file), "encode", 1)]) == "optimizer"
@@ -96,13 +94,10 @@ def test_operations_and_bytes(kernels):
     assert quantizing_bytes(dot, "matmul, 8 bits") == 0
 
 
-def test_lines_of_code():
+def test_lines_of_code_and_bytes_sent():
     frames = frames_of(PROGRAM)
     assert frames[1] == [("/home/me/train.py", "loss", 7)]
     assert [line for _, _, line in frames[2]] == [30, 7]
-
-
-def test_bytes_sent():
     (message,) = messages(PROGRAM, 4)
     assert (message.kind, message.dtype, message.devices) == ("all-reduce", "f32", 4)
     assert message.sent == 2 * 4096 * 3 / 4
@@ -122,13 +117,10 @@ def test_times(kernels):
     assert both == seconds(dot, H100) + fmha.bytes / 3.35e12
 
 
-def test_units_for_fewer_bits():
+def test_units_for_fewer_bits_and_sources_of_numbers():
     assert H100.peak(8) == 1979e12
     assert H100.peak(4) == 1979e12  # no units of 4 bits
     assert TARGETS["v5e"].roof.peak(8) == TARGETS["v5e"].roof.peak(16)
-
-
-def test_every_number_has_a_source():
     for target in TARGETS.values():
         assert set(target.sources) == set(vars(target.roof))
 
@@ -150,18 +142,12 @@ ENTRY %main (x: f32[65536]) -> f32[65536] {
 def test_temporaries_by_part():
     size = 4 * 65536
     parts = temporaries_by_part(PEAK, 4 * size, frozenset({size}))
-    assert parts == {
-        "activations": size,
-        "gradients": size,
-        "working memory": 2 * size,  # what the compiler has more than is alive, too
-    }
-
-
-def test_parts_never_exceed_what_the_compiler_says():
-    size = 4 * 65536
+    # Working memory is also what the compiler has more than is alive.
+    wanted = {"activations": size, "gradients": size, "working memory": 2 * size}
+    assert parts == wanted
+    # Never more than the compiler says.
     parts = temporaries_by_part(PEAK, size, frozenset({size}))
-    assert sum(parts.values()) == size
-    assert parts["working memory"] >= 0
+    assert sum(parts.values()) == size and parts["working memory"] >= 0
 
 
 def test_a_fusion_of_many_arrays_is_read_in_linear_time():

@@ -31,9 +31,8 @@ def loss(weights, x):
 
 
 def test_a_loss_in_each_precision(on_cpu):
-    report = mpx.forecast(loss, ADAM, precisions=("float32", "bfloat16"), **on_cpu)(
-        W, X
-    )
+    asked = {"precisions": ("float32", "bfloat16"), **on_cpu}
+    report = mpx.forecast(loss, ADAM, **asked)(W, X)
     full, half = report.estimates
     assert (full.precision, half.precision) == ("float32", "bfloat16")
     assert full.batch == 512
@@ -59,7 +58,7 @@ def test_a_whole_step_is_donated(on_cpu):
     assert jitted.memory > plain.memory  # nothing is donated in it
 
 
-def test_a_gradient_of_equinox_is_forecast_with_its_backward_pass(on_cpu):
+def test_a_forecast_of_a_gradient_of_equinox_and_of_one_place_for_a_result(on_cpu):
     wrapped = eqx.filter_value_and_grad(loss)
     ours, jax_own, alone = (
         sum(mpx.forecast(f, **on_cpu)(W, X).estimates[0].flops.values())
@@ -67,8 +66,7 @@ def test_a_gradient_of_equinox_is_forecast_with_its_backward_pass(on_cpu):
     )
     assert ours == jax_own > 2 * alone
 
-
-def test_a_result_has_the_place_of_one_argument(on_cpu):
+    # A result has the place of one argument.
     def average(weights, others):
         return (jax.tree.map(lambda a, b: (a + b) / 2, weights, others),)
 
@@ -76,12 +74,15 @@ def test_a_result_has_the_place_of_one_argument(on_cpu):
     assert memory >= 2 * 4 * 2 * 64 * 256
 
 
-def test_half_precision_weights_are_not_called_float32(on_cpu):
+def test_precisions_of_half_weights_and_keyword_arguments(on_cpu):
     half = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), W)
     asked = ("float32", "bfloat16")
     optimizer = mpx.master_weights(ADAM)
     report = mpx.forecast(loss, optimizer, precisions=asked, **on_cpu)(half, X)
     assert [one.precision for one in report.estimates] == ["as written", "bfloat16"]
+    forecast = mpx.forecast(loss, ADAM, precisions="float32", **on_cpu)
+    (one,), (other,) = forecast(W, x=X).estimates, forecast(W, X).estimates
+    assert one.memory_by_part == other.memory_by_part
 
 
 def test_equinox_and_nnx_and_has_aux(on_cpu):
@@ -91,53 +92,39 @@ def test_equinox_and_nnx_and_has_aux(on_cpu):
     def of_equinox(model, x):
         return jnp.mean(jax.vmap(model)(x) ** 2), x
 
+    def of_nnx(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def make():
+        linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        return nnx.Sequential(linear, nnx.BatchNorm(64, rngs=nnx.Rngs(0)))
+
     asked = {"precisions": "bfloat16", **on_cpu}
     report = mpx.forecast(of_equinox, ADAM, has_aux=True, **asked)(model, X)
     weights = report.estimates[0].memory_by_part["weights"]
     assert weights == 4 * (2 * 64 * 256 + 256 + 64)
-
-    def make():
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(
-            nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
-        )
-
-    report = mpx.forecast(lambda m, x: jnp.mean(m(x) ** 2), ADAM, **asked)(
-        nnx.eval_shape(make), X
-    )
+    report = mpx.forecast(of_nnx, ADAM, **asked)(nnx.eval_shape(make), X)
     assert report.estimates[0].memory_by_part["weights"] == 4 * (64 * 64 + 3 * 64)
 
 
-def test_keyword_arguments_are_shapes_too(on_cpu):
-    asked = {"precisions": "float32", **on_cpu}
-    by_name = mpx.forecast(loss, ADAM, **asked)(W, x=X).estimates
-    for one, other in zip(
-        by_name, mpx.forecast(loss, ADAM, **asked)(W, X).estimates, strict=True
-    ):
-        assert one.memory_by_part == other.memory_by_part
-
-
-def test_an_aux_that_was_not_asked_for_names_the_forecast(on_cpu):
-    def with_aux(weights, x):
-        return loss(weights, x), x
-
+def test_a_wrong_loss_names_the_forecast(on_cpu):
     match = r"passed to `mpx\.forecast` must return .*set `has_aux=True`"
     with pytest.raises(TypeError, match=match):
-        mpx.forecast(with_aux, ADAM, **on_cpu)(W, X)
+        mpx.forecast(lambda w, x: (loss(w, x), x), ADAM, **on_cpu)(W, X)
+    with pytest.raises(TypeError) as caught:  # which cannot be traced
+        mpx.forecast(lambda w, x: x @ w["a"].T, ADAM, **on_cpu)(W, X)
+    assert "float32 for TPU v5e" in caught.value.__notes__[-1]
 
 
-def test_frames_of_python_itself_are_left_out():
+def test_progress_is_logged_and_frames_of_python_are_left_out(on_cpu, caplog):
+    with caplog.at_level("INFO", "mpx.forecast"):
+        mpx.forecast(loss, ADAM, precisions="bfloat16", **on_cpu)(W, X)
+    assert caplog.messages == ["Compiling bfloat16 for TPU v5e, batch 512"]
     outer = Frame("<frozen runpy>", 1, 0, "_run_code")
     inner = Frame("/home/me/train.py", 7, 0, "loss")
     assert _estimate._inside([outer, inner]) == [inner]
     ours = Frame(_estimate.__file__, 1, 0, "estimate")
     assert _estimate._inside([outer, inner, ours, inner]) == [inner]
-
-
-def test_progress_is_logged(on_cpu, caplog):
-    with caplog.at_level("INFO", "mpx.forecast"):
-        mpx.forecast(loss, ADAM, precisions="bfloat16", **on_cpu)(W, X)
-    assert caplog.messages == ["Compiling bfloat16 for TPU v5e, batch 512"]
 
 
 def test_arrays_over_a_mesh(on_cpu):
@@ -156,13 +143,12 @@ def test_arrays_over_a_mesh(on_cpu):
     assert one.sent
 
 
+LOW = mpx.compress_state(optax.MultiSteps(optax.lion(0.1), 4))
 OVER_MESHES = {
     "adam": ADAM,
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=8, momentum=0.9),
     "masters": mpx.master_weights(optax.masked(ADAM, {"a": True, "z": False})),
-    "low bits": mpx.master_weights(
-        mpx.compress_state(optax.MultiSteps(optax.lion(0.1), 4)), bits=8
-    ),
+    "low bits": mpx.master_weights(LOW, bits=8),
 }
 
 
@@ -180,14 +166,10 @@ def test_state_over_a_mesh_has_the_bytes_of_what_is_made(on_cpu, name, kind):
     specs = {"a": (), "z": {"a": ("d", "t"), "b": (None, ("d", "t")), "c": ("t",)}}
 
     def placed(make, mesh):
-        return jax.tree.map(
-            lambda shape, spec: make(
-                shape, dtype, NamedSharding(mesh, PartitionSpec(*spec))
-            ),
-            shapes,
-            specs,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
+        def one(shape, spec):
+            return make(shape, dtype, NamedSharding(mesh, PartitionSpec(*spec)))
+
+        return jax.tree.map(one, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
 
     types = {"axis_types": (kind,) * 2}
     there = jax.make_mesh((4, 2), ("d", "t"), **types)
@@ -196,9 +178,8 @@ def test_state_over_a_mesh_has_the_bytes_of_what_is_made(on_cpu, name, kind):
     true = sum(x.addressable_shards[0].data.nbytes for x in state)
 
     absent = AbstractMesh((4, 2), ("d", "t"), **types)
-    model = placed(
-        lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where), absent
-    )
+    shaped = lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where)  # noqa: E731
+    model = placed(shaped, absent)
     step = _steps.Step(lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {})
     lowered = step.lower(_steps.Precision("", {"enabled": False}), TARGETS["h100"])
     assert lowered.arguments["optimizer"] == true
@@ -220,56 +201,39 @@ def test_the_largest_batch(on_cpu):
         mpx.forecast(lambda w: loss(w, w["b"]), ADAM, **asked)(W)
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "call"),
-    [
-        (TypeError, "needs a loss or a step; got int 3", lambda: mpx.forecast(3)),
-        (ValueError, "got 'a100'", lambda: mpx.forecast(loss, targets="a100")),
-        (
-            ValueError,
-            "must be of float32, .*; got str 'int8'",
-            lambda: mpx.forecast(loss, ADAM, precisions="int8"),
-        ),
-        (ValueError, "at least one; got none", lambda: mpx.forecast(loss, targets=())),
-        (
-            ValueError,
-            "a different label; got \\['delayed', 'delayed'\\]",
-            lambda: mpx.forecast(
-                loss, ADAM, precisions=("delayed", mpx.DelayedScaling())
-            ),
-        ),
-        (
-            ValueError,
-            "at least one, each",
-            lambda: mpx.forecast(loss, ADAM, precisions=()),
-        ),
-        (
-            ValueError,
-            "'bandwith'",
-            lambda: mpx.forecast(loss, constants={"h100": {"bandwith": 1}}),
-        ),
-        (
-            ValueError,
-            "must be of `targets`; got 'b200'",
-            lambda: mpx.forecast(loss, constants={"b200": {}}),
-        ),
-        (
-            TypeError,
-            "residuals only with an optimizer",
-            lambda: mpx.forecast(loss, residuals="fast"),
-        ),
-        (TypeError, "needs the arguments", lambda: mpx.forecast(loss, ADAM)()),
-        (TypeError, "Optax transformation", lambda: mpx.forecast(loss, 3)(W, X)),
-        (
-            ValueError,
-            "Pass the plain function",
-            lambda: mpx.forecast(mpx.autocast(loss), ADAM)(W, X),
-        ),
-    ],
-)
-def test_wrong_input(error, match, call):
+TWICE = ("delayed", mpx.DelayedScaling())
+BANDWIDTH = {"h100": {"bandwith": 1}}
+VALUE_ERRORS = {
+    "got 'a100'": lambda: mpx.forecast(loss, targets="a100"),
+    "must be of float32, .*; got str 'int8'": lambda: mpx.forecast(
+        loss, ADAM, precisions="int8"
+    ),
+    "at least one; got none": lambda: mpx.forecast(loss, targets=()),
+    "a different label; got \\['delayed', 'delayed'\\]": lambda: mpx.forecast(
+        loss, ADAM, precisions=TWICE
+    ),
+    "at least one, each": lambda: mpx.forecast(loss, ADAM, precisions=()),
+    "'bandwith'": lambda: mpx.forecast(loss, constants=BANDWIDTH),
+    "must be of `targets`; got 'b200'": lambda: mpx.forecast(
+        loss, constants={"b200": {}}
+    ),
+    "Pass the plain function": lambda: mpx.forecast(mpx.autocast(loss), ADAM)(W, X),
+}
+TYPE_ERRORS = {
+    "needs a loss or a step; got int 3": lambda: mpx.forecast(3),
+    "residuals only with an optimizer": lambda: mpx.forecast(loss, residuals="fast"),
+    "needs the arguments": lambda: mpx.forecast(loss, ADAM)(),
+    "Optax transformation": lambda: mpx.forecast(loss, 3)(W, X),
+}
+
+
+@pytest.mark.parametrize("match", [*VALUE_ERRORS, *TYPE_ERRORS])
+def test_wrong_input(match):
+    error, calls = ValueError, VALUE_ERRORS
+    if match in TYPE_ERRORS:
+        error, calls = TypeError, TYPE_ERRORS
     with pytest.raises(error, match=match):
-        call()
+        calls[match]()
 
 
 def test_no_compiler_says_the_line_that_installs_it(monkeypatch):
@@ -281,20 +245,9 @@ def test_no_compiler_says_the_line_that_installs_it(monkeypatch):
         mpx.forecast(loss, ADAM)(W, X)
 
 
-def test_a_step_that_cannot_be_traced_says_for_what(on_cpu):
-    def wrong(weights, x):
-        return x @ weights["a"].T
-
-    with pytest.raises(TypeError) as caught:
-        mpx.forecast(wrong, ADAM, **on_cpu)(W, X)
-    assert "float32 for TPU v5e" in caught.value.__notes__[-1]
-
-
 @pytest.mark.slow
-def test_it_is_imported_by_nobody_else():
-    code = (
-        "import sys, mpx; assert not any('_forecast' in name for name in sys.modules)"
-    )
+def test_forecast_is_not_imported_with_mpx():
+    code = "import sys, mpx; assert not any('_forecast' in n for n in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -62,42 +62,20 @@ def test_a_float32_scale_makes_the_product_float32():
     assert second.startswith("promoted at ") and first.partition("by `")[2] in second
 
 
-def test_a_numpy_scalar_promotes():
-    def f(x):
+def test_a_numpy_scalar_and_a_float32_carry_promote():
+    def scaled(x):
         return x * np.float32(2)
 
-    assert found(f, HALF) == [("half precision promoted", line_of(f, "np.float32"))]
-
-
-def test_a_python_number_does_not():
-    assert found(lambda x: x * 2.0 + 1, HALF) == []
-
-
-def test_a_float32_carry_promotes_the_body():
-    def f(w, x):
+    def summed(w, x):
         def body(carry, x):
             return carry + x @ w, None
 
         return jax.lax.scan(body, jnp.zeros(16), x)[0]
 
-    assert found(f, WEIGHT, HALF) == [
-        ("half precision promoted", line_of(f, "carry + x"))
-    ]
-
-
-def test_casts_that_somebody_wrote_are_no_accident():
-    def f(w, x):
-        mean = jnp.mean(x.astype(jnp.float32))
-        return (x.astype(jnp.float32) * mean).astype(x.dtype) @ w
-
-    assert found(f, WEIGHT, HALF) == []
-
-
-def test_functions_that_compute_in_float32_inside_are_no_accident():
-    def f(x):
-        return jnp.var(x) + jnp.mean(x, axis=0)
-
-    assert found(f, HALF) == []
+    line = line_of(scaled, "np.float32")
+    assert found(scaled, HALF) == [("half precision promoted", line)]
+    line = line_of(summed, "carry + x")
+    assert found(summed, WEIGHT, HALF) == [("half precision promoted", line)]
 
 
 def test_the_line_is_found_in_gradients_jit_and_scan():
@@ -120,7 +98,7 @@ def test_the_line_is_found_in_gradients_jit_and_scan():
     assert named == [True, True, False]
 
 
-def test_critical_operations_in_half_are_found():
+def test_critical_operations_in_half_and_products_in_float32_are_found():
     def f(x):
         return jnp.exp(x) / 2
 
@@ -129,13 +107,6 @@ def test_critical_operations_in_half_are_found():
     assert [o.finding for o in report.findings] == ["integer_pow in float16"]
     assert found(lambda x: x**3, HALF) == []  # bfloat16 has the range for it
 
-
-def test_a_float32_program_has_no_findings():
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    assert found(lambda x: jnp.exp(x @ x), x) == []
-
-
-def test_why_a_product_is_float32():
     def f(w, x, y):
         x = x.astype(jnp.float32)
         return x @ w, y @ y
@@ -146,6 +117,24 @@ def test_why_a_product_is_float32():
     cast = line_of(f, "x.astype")
     assert product.finding == "matmul in float32"
     assert product.reason == f"cast to float32 at {cast}; `args[0]`, which is float32"
+
+
+def cast_on_purpose(w, x):
+    mean = jnp.mean(x.astype(jnp.float32))
+    return (x.astype(jnp.float32) * mean).astype(x.dtype) @ w
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (lambda x: x * 2.0 + 1, [HALF]),  # a Python number does not promote
+        (cast_on_purpose, [WEIGHT, HALF]),
+        (lambda x: jnp.var(x) + jnp.mean(x, axis=0), [HALF]),  # in float32 inside
+        (lambda x: jnp.exp(x @ x), [jax.ShapeDtypeStruct((8, 8), jnp.float32)]),
+    ],
+)
+def test_what_is_no_accident_is_no_finding(func, args):
+    assert found(func, *args) == []
 
 
 def test_float64_under_autocast_is_a_finding_and_no_recipe():

@@ -13,10 +13,8 @@ import pytest
 import mpx
 
 KEYS = jax.random.split(jax.random.key(0), 5)
-WEIGHTS = {
-    n: jax.random.normal(k, (32, 32)) for n, k in zip("abcd", KEYS, strict=False)
-}
-X = jax.random.normal(KEYS[4], (32, 32))
+A, B, C, D, X = (jax.random.normal(key, (32, 32)) for key in KEYS)
+WEIGHTS = {"a": A, "b": B, "c": C, "d": D}
 
 
 def matmuls(w, x):
@@ -53,13 +51,8 @@ def transformed(w, x):
     return jnp.mean(x @ w["d"])
 
 
-SCALED = "scaled_matmul_wrapper"
-PRODUCTS = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot_general",
-    SCALED,
-)
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS += ("scaled_matmul_wrapper",)
 
 
 def lines(func, *args, primitives=PRODUCTS, phase=None):
@@ -110,7 +103,7 @@ def takes_logarithms(w, x):
     return jnp.log1p(jnp.abs(x @ w["b"]))
 
 
-@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
+@pytest.mark.parametrize("recipe", [None, CURRENT])
 def test_an_operation_is_in_the_function_that_calls_for_it(recipe):
     def loss(w, x):
         return jnp.mean(takes_logarithms(w, divides(w, x)) @ w["c"])
@@ -126,25 +119,20 @@ def helper(w, x):
     return jax.nn.silu(x @ w)  # in a helper
 
 
-@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
+@pytest.mark.parametrize("recipe", [None, CURRENT])
 def test_of_a_jitted_function_the_line_within_it_is_named(recipe):
     def loss(w, x):
         x = helper(w["a"], x)
         x = helper(w["b"], x)
         return jnp.mean(x @ w["c"])
 
-    found = mpx.explain(mpx.autocast(loss, recipe=recipe))(WEIGHTS, X)
-    one, other = (
-        o
-        for o in found.operations
-        if o.primitive in PRODUCTS and "helper" in o.function
-    )
+    found = mpx.explain(mpx.autocast(loss, recipe=recipe))(WEIGHTS, X).operations
+    products = [o for o in found if o.primitive in PRODUCTS]
+    one, other = (o for o in products if "helper" in o.function)
     assert one.source == other.source and one.stack != other.stack
     inside = {text for _, text in lines(loss, WEIGHTS, X)}
-    assert inside == {
-        "return jax.nn.silu(x @ w)  # in a helper",
-        'return jnp.mean(x @ w["c"])',
-    }
+    within = "return jax.nn.silu(x @ w)  # in a helper"
+    assert inside == {within, 'return jnp.mean(x @ w["c"])'}
 
 
 @jax.custom_vjp
@@ -152,15 +140,11 @@ def gated(x):
     return jnp.floor(x)
 
 
-def gated_forward(x):
-    return gated(x), x
-
-
 def gated_backward(x, g):
     return (jnp.clip(jnp.where(x > 0, g, 0.0), -1.0, 1.0),)
 
 
-gated.defvjp(gated_forward, gated_backward)
+gated.defvjp(lambda x: (gated(x), x), gated_backward)
 
 
 def twice_gated(x):
@@ -169,20 +153,18 @@ def twice_gated(x):
     return jnp.sum(x)
 
 
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        lambda func: jax.grad(func),
-        lambda func: jax.grad(mpx.autocast(func)),
-        lambda func: mpx.autocast(jax.grad(func)),
-    ],
-    ids=["plain", "within", "around"],
-)
+DERIVATIVES = {
+    "plain": jax.grad,
+    "within": lambda func: jax.grad(mpx.autocast(func)),
+    "around": lambda func: mpx.autocast(jax.grad(func)),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_helpers_of_jax_in_a_backward_pass_have_the_lines_of_their_calls(derivative):
     jax.clear_caches()  # or another test has traced `jnp.where`
-    found = lines(
-        derivative(twice_gated), X, primitives=("select_n", "min"), phase="backward"
-    )
+    helpers = {"primitives": ("select_n", "min"), "phase": "backward"}
+    found = lines(derivative(twice_gated), X, **helpers)
     assert found == {("backward", "x = gated(x)"), ("backward", "x = gated(x * 2)")}
 
 

@@ -12,7 +12,11 @@ import mpx
 LOOP = "ends a loop by half-precision matmuls"
 HIDDEN = "contains a program that cannot be inspected"
 MATRIX = jnp.asarray(3 * np.eye(16) + np.sin(np.arange(256)).reshape(16, 16) / 8, "f4")
-RIGHT = jnp.asarray(np.cos(np.arange(16)), "f4")
+RIGHT, ZEROS = jnp.asarray(np.cos(np.arange(16)), "f4"), jnp.zeros(16)
+
+
+def jacobi(a, b, x):
+    return (b - (a @ x - jnp.diag(a) * x)) / jnp.diag(a)
 
 
 def error_of(a, b, x):
@@ -21,20 +25,16 @@ def error_of(a, b, x):
 
 def by_its_condition(a, b, x):
     """Jacobi's iteration, until the error is small."""
-
-    def step(x):
-        return (b - (a @ x - jnp.diag(a) * x)) / jnp.diag(a)
-
-    return lax.while_loop(lambda x: error_of(a, b, x) > 1e-5, step, x)
+    go = lambda x: error_of(a, b, x) > 1e-5  # noqa: E731
+    return lax.while_loop(go, lambda x: jacobi(a, b, x), x)
 
 
 def by_a_flag(a, b, x):
     """The same; the body says when it is done."""
 
     def step(carry):
-        x, _, i = carry
-        x = (b - (a @ x - jnp.diag(a) * x)) / jnp.diag(a)
-        return x, error_of(a, b, x) < 1e-5, i + 1
+        x = jacobi(a, b, carry[0])
+        return x, error_of(a, b, x) < 1e-5, carry[2] + 1
 
     def goes_on(carry):
         return jnp.logical_not(carry[1]) & (carry[2] < 100)
@@ -44,8 +44,7 @@ def by_a_flag(a, b, x):
 
 def by_the_flag_alone(a, b, x):
     def step(carry):
-        x, _ = carry
-        x = (b - (a @ x - jnp.diag(a) * x)) / jnp.diag(a)
+        x = jacobi(a, b, carry[0])
         return x, error_of(a, b, x) > 1e-5
 
     return lax.while_loop(lambda carry: carry[1], step, (x, True))[0]
@@ -90,7 +89,7 @@ def found(func, *args):
     "solve", [by_its_condition, by_a_flag, by_the_flag_alone, in_a_scan_under_jit]
 )
 def test_a_loop_that_waits_for_rounded_numbers_is_found(solve, dtype):
-    (one,) = found(mpx.autocast(solve, dtype), MATRIX, RIGHT, jnp.zeros(16))
+    (one,) = found(mpx.autocast(solve, dtype), MATRIX, RIGHT, ZEROS)
     assert one.primitive in ("lt", "gt")
     assert "test_loops.py" in one.source
 
@@ -99,19 +98,17 @@ def test_a_loop_that_waits_for_rounded_numbers_is_found(solve, dtype):
     "solve", [by_a_number_of_steps, by_the_next_token, with_products_outside]
 )
 def test_other_loops_are_not(solve):
-    assert not found(mpx.autocast(solve), MATRIX, RIGHT, jnp.zeros(16))
+    assert not found(mpx.autocast(solve), MATRIX, RIGHT, ZEROS)
 
 
 def test_a_region_helps():
-    solve = mpx.autocast(in_full_precision)
-    zeros = jnp.zeros(16)
     # Something is in half precision.
     both = mpx.autocast(lambda a, b, x: in_full_precision(a, b, x) @ (a @ x))
-    assert not found(both, MATRIX, RIGHT, zeros)
-    x = solve(MATRIX, RIGHT, zeros)
+    assert not found(both, MATRIX, RIGHT, ZEROS)
+    x = mpx.autocast(in_full_precision)(MATRIX, RIGHT, ZEROS)
     assert error_of(MATRIX, RIGHT, x) < 1e-5
     # Without it the loop ends after its 100 steps only, far from the tolerance.
-    rounded = mpx.autocast(by_a_flag)(MATRIX, RIGHT, zeros)
+    rounded = mpx.autocast(by_a_flag)(MATRIX, RIGHT, ZEROS)
     assert error_of(MATRIX, RIGHT, rounded) > 1e-4
 
 

@@ -20,7 +20,7 @@ from mpx._tools._watch._statistics import (
     round_to,
     tensor_statistics,
 )
-from mpx.quantization import Role
+from mpx.quantization import Role, TensorQuantizer
 
 from ...helpers import slow_but, unchecked_annotations
 from .test_compare import LAYERS, SHAPES, WIDTH, data, weights
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.third_party
 
 monitor = functools.partial(mpx.monitor, sample=1)
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+CURRENT, NVFP4 = mpx.Float8CurrentScaling(), mpx.NVFP4BlockScaling()
 
 
 @functools.cache
@@ -47,57 +48,49 @@ def numbers():
 )
 def test_rounding_is_that_of_a_cast(name):
     (asked,) = asked_formats(name)
-    x = numbers()
-    dtype = jnp.dtype(name)
+    x, dtype = numbers(), jnp.dtype(name)
+    about = ml_dtypes.finfo(dtype)
+    largest, normal = float(about.max), float(about.smallest_normal)
+    # Formats of few bits saturate.
+    given = np.clip(x, -largest, largest) if "float16" != name else x
     with np.errstate(over="ignore"):
-        cast = x.astype(dtype).astype(np.float32)
-    if name.startswith("float"):
-        largest = float(ml_dtypes.finfo(dtype).max)
-        if name != "float16":  # formats of few bits saturate
-            cast = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
-    facts = {"largest": float(ml_dtypes.finfo(dtype).max)}
+        cast = given.astype(dtype).astype(np.float32)
 
+    @jax.jit
     def sums(x):
         return jax.tree.map(jnp.sum, asked.kept(x, Role.INPUT, -1))
 
-    kept = jax.jit(sums)(x)
-    assert kept.above == np.sum(np.abs(x) > facts["largest"])
+    kept = sums(x)
+    assert kept.above == np.sum(np.abs(x) > largest)
     assert kept.flushed == np.sum((x != 0) & (cast == 0))
-    normal = float(ml_dtypes.finfo(dtype).smallest_normal)
     assert kept.below == np.sum((x != 0) & (np.abs(x) < normal))
-    within = x[np.abs(x) <= min(facts["largest"], 1e15)]
-    exact = within.astype(dtype).astype(np.float64)
-    lost = jax.jit(sums)(within).lost
-    assert lost == pytest.approx(np.sum(np.abs(within - exact)), rel=1e-5)
+    within = x[np.abs(x) <= min(largest, 1e15)]
+    lost = np.sum(np.abs(within - within.astype(dtype).astype(np.float64)))
+    assert sums(within).lost == pytest.approx(lost, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", Role)
-@pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1.0, 1e-20, 1e8])
 def test_rms_and_noise_hold_numbers_whose_squares_float32_does_not(size, kind):
+    """The noise of FP8 with a scale is 31 dB, of bfloat16 55 dB."""
     x = np.asarray(jax.random.normal(jax.random.key(0), (64, 32))) * np.float32(size)
-    found = statistics_of(
-        x, ("float16", "bfloat16", mpx.quantization.TensorQuantizer()), kind
-    )
+    found = statistics_of(x, ("float16", "bfloat16", TensorQuantizer()), kind)
     wide = x.astype(np.float64)
     assert found.rms == pytest.approx(np.sqrt(np.mean(wide**2)), rel=1e-4)
+    assert found.amax == np.abs(x).max()
     noise = np.sum((wide - wide.astype("bfloat16").astype(np.float64)) ** 2)
     snr = 10 * np.log10(np.sum(wide**2) / noise)
     assert found.formats["bfloat16"].snr == pytest.approx(snr, abs=0.1)
-    assert 29 < found.formats["TensorQuantizer"].snr < 34
+    assert 53 < found.formats["bfloat16"].snr < 57
+    assert 29 < found.formats["TensorQuantizer"].snr < 33
     half = found.formats["float16"].snr
     assert half == {1e30: -math.inf, 1e-30: 0.0}.get(size, half)
 
 
 def test_turns_of_a_loop_of_other_sizes_are_one_norm():
-    w, x = (
-        jnp.array([1e30, 1.0, 1e-30])[:, None, None] * jnp.ones((3, 4, 4)),
-        jnp.eye(4),
-    )
-
-    def loss(w, x):
-        return jax.lax.map(lambda w: x @ w, w)
-
-    _, seen = monitor(loss, "bfloat16")(w, x)
+    w = jnp.array([1e30, 1.0, 1e-30])[:, None, None] * jnp.ones((3, 4, 4))
+    loss = lambda w, x: jax.lax.map(lambda w: x @ w, w)  # noqa: E731
+    _, seen = monitor(loss, "bfloat16")(w, jnp.eye(4))
     (row,) = [row for row in seen.rows if row.kind == "weight"]
     assert row.rms == pytest.approx(1e30 / 3**0.5, rel=1e-5)
     assert [turn.rms for turn in row.turns] == pytest.approx([1e30, 1.0, 1e-30])
@@ -132,41 +125,21 @@ def test_what_is_counted_is_what_the_words_say():
     assert half.snr == -math.inf  # 1e6 is infinite in float16
 
 
-@pytest.mark.parametrize("size", [1e-20, 1e8])
-def test_the_signal_to_noise_of_gradients_of_all_sizes(size):
-    """Of FP8 with a scale, 31 dB, and of bfloat16, 55 dB."""
-    x = jax.random.normal(jax.random.key(0), (64, 64)) * size
-    found = statistics_of(
-        x, (mpx.quantization.TensorQuantizer(), "bfloat16"), Role.GRADIENT
-    )
-    assert 29 < found.formats["TensorQuantizer"].snr < 33
-    assert 53 < found.formats["bfloat16"].snr < 57
-    assert found.amax == float(jnp.abs(x).max())
-
-
-RECIPES = {
-    mpx.Float8CurrentScaling(): (25, 33),
-    mpx.DelayedScaling(): (25, 33),
-    mpx.Float8BlockScaling(): (25, 34),
-    mpx.MXFP8BlockScaling(): (25, 33),
-    mpx.NVFP4BlockScaling(): (15, 24),
-}
-
-
 ASKED = [
-    (mpx.Float8CurrentScaling(), Role.INPUT),
-    (mpx.Float8CurrentScaling(), Role.GRADIENT),
-    (mpx.DelayedScaling(), Role.WEIGHT),
-    (mpx.Float8BlockScaling(), Role.WEIGHT),
-    (mpx.MXFP8BlockScaling(), Role.INPUT),
-    (mpx.NVFP4BlockScaling(), Role.WEIGHT),
-    (mpx.NVFP4BlockScaling(), Role.GRADIENT),
+    (CURRENT, Role.INPUT, 25, 33),
+    (CURRENT, Role.GRADIENT, 25, 33),
+    (mpx.DelayedScaling(), Role.WEIGHT, 25, 33),
+    (mpx.Float8BlockScaling(), Role.WEIGHT, 25, 34),
+    (mpx.MXFP8BlockScaling(), Role.INPUT, 25, 33),
+    (NVFP4, Role.WEIGHT, 15, 24),
+    (NVFP4, Role.GRADIENT, 15, 24),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "kind"), slow_but(ASKED[:4], ASKED))
-def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind):
-    least, most = RECIPES[recipe]
+@pytest.mark.parametrize(
+    ("recipe", "kind", "least", "most"), slow_but(ASKED[:4], ASKED)
+)
+def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind, least, most):
     # No multiple of any block; far from the range of the format.
     x = jax.random.normal(jax.random.key(0), (7, 3, 200)) * 1e-6
     (found,) = statistics_of(x, recipe, kind).formats.values()
@@ -179,9 +152,6 @@ def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind):
         noise = jnp.sum(((x - y) * 1e6) ** 2)
         snr = 10 * jnp.log10(jnp.sum((x * 1e6) ** 2) / noise)
         assert found.snr == pytest.approx(float(snr), abs=0.01)
-
-
-# --- Which operands -------------------------------------------------------------------
 
 
 def loss_in(shape, w, x):
@@ -217,11 +187,8 @@ def test_each_operand_is_counted_once_wherever_it_stands(shape):
     gradient = functools.partial(jax.value_and_grad(functools.partial(loss_in, shape)))
     result, seen = monitor(gradient, "float16")(w, x)
     plain = jax.jit(gradient)(w, x)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7),
-        result,
-        plain,
-    )
+    near = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
+    jax.tree.map(near, result, plain)
     wanted = plain_operands(w, x)
     rows = [row for row in seen.rows if "head" not in row.layer]
     for kind, arrays in zip(Role, wanted, strict=True):
@@ -240,9 +207,8 @@ def test_layers_are_named_by_their_weights():
     _, seen = monitor(gradient, "float16")(w, x)
     names = {row.name for row in seen.rows}
     layers = [f"['layers'][{i}]['w']" for i in range(LAYERS)]
-    assert names == {
-        f"{layer}/{k.value}" for layer in (*layers, "['head']") for k in Role
-    }
+    layers.append("['head']")
+    assert names == {f"{layer}/{k.value}" for layer in layers for k in Role}
     assert seen["['head']/weight"].amax == float(jnp.abs(w["head"]).max())
 
 
@@ -272,11 +238,10 @@ def test_weights_are_the_first_argument_with_floating_arrays():
 
 def test_devices_are_counted_together():
     w, x = weights(), data()
-    gradient = jax.grad(functools.partial(loss_in, "shard_map"))
-    plain = jax.grad(functools.partial(loss_in, "unrolled"))
-    _, seen = monitor(gradient, "float16")(w, x)
-    _, alone = monitor(plain, "float16")(w, x)
-    for row in alone.rows:
+    names = ("shard_map", "unrolled")
+    shared, alone = (jax.grad(functools.partial(loss_in, name)) for name in names)
+    seen = monitor(shared, "float16")(w, x)[1]
+    for row in monitor(alone, "float16")(w, x)[1].rows:
         if row.kind == "input":
             assert seen[row.name].amax == pytest.approx(row.amax, rel=1e-6)
             assert seen[row.name].size == row.size
@@ -295,16 +260,14 @@ def test_arrays_over_a_mesh_are_counted_as_whole():
         assert a.size == b.size and a.amax == pytest.approx(b.amax, rel=1e-5)
 
 
-def test_a_branch_that_is_not_taken_is_not_counted():
+def test_branches_that_are_not_taken_and_turns_of_while_loops():
     def loss(w, x, taken):
         h = jax.lax.cond(taken, lambda h: h @ w["a"], lambda h: h @ w["b"] * 100, x)
         return jnp.sum(h @ w["head"])
 
     keys = jax.random.split(jax.random.key(0), 4)
-    w = {
-        n: jax.random.normal(k, (8, 8))
-        for n, k in zip(("a", "b", "head"), keys, strict=False)
-    }
+    pairs = zip(("a", "b", "head"), keys, strict=False)
+    w = {n: jax.random.normal(k, (8, 8)) for n, k in pairs}
     x = jax.random.normal(keys[3], (4, 8))
     watch = monitor(loss, "float16")
     for taken, factor, name in ((True, 1, "a"), (False, 100, "b")):
@@ -314,8 +277,7 @@ def test_a_branch_that_is_not_taken_is_not_counted():
         assert seen["['head']/input"].amax == pytest.approx(amax, rel=1e-5)
         assert sum(row.size for row in inputs) == 2 * x.size
 
-
-def test_the_turns_of_a_while_loop_are_counted_together():
+    # Turns of a while loop are counted together.
     def grow(w, x):
         return jax.lax.while_loop(lambda h: jnp.max(h) < 100, lambda h: h @ w, x)
 
@@ -329,15 +291,10 @@ def test_the_turns_of_a_while_loop_are_counted_together():
 @pytest.mark.slow
 def test_a_while_loop_that_ends_for_each_example_apart_is_looked_into():
     def grow(w, x, limit, key):
-        def turn(state):
-            h, key = state
-            return h @ w, jax.random.split(key)[0]
-
+        turn = lambda state: (state[0] @ w, jax.random.split(state[1])[0])  # noqa: E731
         return jax.lax.while_loop(lambda s: jnp.max(s[0]) < limit, turn, (x, key))
 
-    def many(w, x, limits, keys):
-        return jax.vmap(grow, (None, 0, 0, 0))(w, x, limits, keys)
-
+    many = jax.vmap(grow, (None, 0, 0, 0))
     keys = jax.random.split(jax.random.key(0), 3)
     args = (2 * jnp.eye(4), jnp.ones((3, 2, 4)), jnp.array([3.0, 9.0, 33.0]), keys)
     (result, keys), seen = monitor(many, "float16")(*args)
@@ -371,14 +328,9 @@ def test_operands_are_seen_before_a_recipe_quantizes_them():
         # Which are those of bfloat16.
         assert max(r.amax for r in rows) == pytest.approx(amax, rel=4e-3)
         assert all(r.formats["Float8CurrentScaling"].snr < 35 for r in rows)
-    expected = step(*state, x)[2]
-    np.testing.assert_array_equal(
-        after.scales[0].amax_history, expected.scales[0].amax_history
-    )
-
-
-@pytest.mark.slow
-def test_amaxes_of_a_recipe_are_free():
+    ends = after, step(*state, x)[2]
+    np.testing.assert_array_equal(*(end.scales[0].amax_history for end in ends))
+    # Amaxes of a recipe are free.
     loss = mpx.autocast(lambda w, x: jnp.sum(x @ w), recipe=mpx.DelayedScaling())
     w, x = jnp.full((8, 4), 0.5), jnp.full((2, 8), 3.0)
     scaling = mpx.init_scaling(loss, w, x)
@@ -386,9 +338,6 @@ def test_amaxes_of_a_recipe_are_free():
     scaling = mpx.value_and_grad(loss, scaling)(w, x).scaling
     (amaxes,) = scaling.amaxes_by_weight().values()
     assert amaxes.tolist() == [3.0, 0.5, 1.0]
-
-
-# --- What is said of them -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -400,10 +349,8 @@ def seen():
         return jnp.mean((h @ w["large"]).astype(jnp.float32) ** 2)
 
     k = jax.random.split(jax.random.key(0), 3)
-    w = {
-        "small": jax.random.normal(k[0], (16, 16)) * 1e-4,
-        "large": jax.random.normal(k[1], (16, 8)) * 1e3,
-    }
+    w = {"small": jax.random.normal(k[0], (16, 16)) * 1e-4}
+    w["large"] = jax.random.normal(k[1], (16, 8)) * 1e3
     half = mpx.autocast(loss, "float16")
     scaling = mpx.StaticLossScaling(1.0)
 
@@ -425,7 +372,7 @@ def test_advice_names_layers_formats_and_reasons(seen):
     assert "MXFP8BlockScaling: 2 of 2 layers tolerate it" in advice
 
 
-def test_layers_are_counted_that_do_not_compute_in_the_format_already():
+def test_advice_on_layers_in_the_format_and_on_numbers_near_the_largest():
     def loss(w, x):
         x = jnp.tanh(x @ w["wide"])
         with mpx.autocast(dtype="bfloat16"):
@@ -440,9 +387,7 @@ def test_layers_are_counted_that_do_not_compute_in_the_format_already():
         "bfloat16: 1 of 1 layers tolerate it; 1 compute in it or in fewer bits",
     )
     assert all(row.formats["float16"].snr > 60 for row in seen.rows)
-
-
-def test_numbers_near_the_largest_need_a_higher_precision():
+    # Numbers near the largest need a higher precision.
     w, x = jnp.full((4, 4), 1e4), jnp.full((2, 4), 3e4)
     loss = lambda w, x: jnp.sum((x * 2) @ (w * 1e-4))  # noqa: E731
     half = mpx.autocast(loss, "float16")
@@ -452,15 +397,16 @@ def test_numbers_near_the_largest_need_a_higher_precision():
     assert any("1 of its inputs are NaN or infinite" in a for a in broken.advice())
 
 
-def test_the_table_is_100_columns_wide(seen):
+def test_the_table_is_100_columns_wide_has_whole_names_and_records_are_numbers(seen):
     lines = str(seen).splitlines()
     assert max(map(len, lines)) <= 100
     assert any(line.startswith("small/gradient ") for line in lines)
-    narrow = seen.text(80).splitlines()
-    assert max(map(len, narrow)) <= 80
-
-
-def test_names_in_the_table_are_whole():
+    assert max(map(len, seen.text(80).splitlines())) <= 80
+    records = seen.records()
+    assert all(type(value) is float for value in records.values())
+    names = {"['small']/weight/amax", "['large']/gradient/float16/flushed"}
+    assert names <= set(records)
+    # Names in the table are whole.
     names = ["['attn']['value']['kernel'].value", ".attn.value.kernel", ".layers.value"]
     wanted = ["attn.value.kernel", "attn.value.kernel", "layers.value"]
     for name, want in zip(names, wanted, strict=True):
@@ -475,23 +421,7 @@ def test_names_in_the_table_are_whole():
     assert "attn.value.kernel/weight" in seen.text()
 
 
-def test_gradients_are_judged_by_the_format_that_recipes_have_for_them():
-    w, x = jnp.full((4, 4), 500.0), jnp.ones((2, 4))
-    _, seen = monitor(jax.grad(lambda w, x: 500 * jnp.sum(x @ w)))(w, x)
-    above = {row.kind: row.formats["HYBRID"].above for row in seen.rows}
-    assert above["weight"] == 1.0  # E4M3 ends at 448
-    assert above["gradient"] == 0.0  # E5M2 at 57344
-
-
-def test_records_are_a_flat_dictionary_of_numbers(seen):
-    records = seen.records()
-    assert all(type(value) is float for value in records.values())
-    assert {"['small']/weight/amax", "['large']/gradient/float16/flushed"} <= set(
-        records
-    )
-
-
-def test_the_step_is_the_same_program_with_and_without():
+def test_monitor_leaves_the_step_alone_and_compiles_once_for_each_form_of_arguments():
     w, x = weights(), data()
     step = jax.jit(jax.grad(functools.partial(loss_in, "scan")))
     before = step.lower(w, x).as_text()
@@ -499,9 +429,6 @@ def test_the_step_is_the_same_program_with_and_without():
     assert step.lower(w, x).as_text() == before
     fresh = jax.jit(jax.grad(functools.partial(loss_in, "scan")))
     assert fresh.lower(w, x).as_text() == before
-
-
-def test_one_program_is_compiled_for_each_form_of_the_arguments():
     traces = []
 
     def loss(w, x, factor=1.0):
@@ -517,30 +444,21 @@ def test_one_program_is_compiled_for_each_form_of_the_arguments():
     assert len(traces) == 3
 
 
+TWICE = ("float16", jnp.float16)
+ones = functools.partial(jnp.ones, 3)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
         (lambda: monitor(3), TypeError, "`mpx.monitor.func.` needs .*; got int 3"),
         (lambda: monitor(jnp.sum, "int8"), TypeError, "`formats` of .*'int8'"),
-        (
-            lambda: mpx.monitor(jnp.sum, sample=0),
-            ValueError,
-            "`sample` of .* got int 0",
-        ),
+        (lambda: mpx.monitor(len, sample=0), ValueError, "`sample` of .* got int 0"),
         (lambda: monitor(jnp.sum, 7), TypeError, "`formats` of .* got int 7"),
+        (lambda: monitor(len, TWICE), ValueError, "different; got float16, float16"),
+        (lambda: monitor(jnp.sum, "float16")(ones()), ValueError, "found no matmul"),
         (
-            lambda: monitor(jnp.sum, ("float16", jnp.float16)),
-            ValueError,
-            "must be different; got float16, float16",
-        ),
-        (
-            lambda: monitor(jnp.sum, "float16")(jnp.ones(3)),
-            ValueError,
-            "found no matmul",
-        ),
-        (
-            lambda: jax.jit(monitor(jnp.dot, "float16"))(jnp.ones(3), jnp.ones(3)),
-            TypeError,
+            *(lambda: jax.jit(monitor(jnp.dot, "float16"))(ones(), ones()), TypeError),
             r"`mpx.monitor\(func\)\(\*args\)` needs arrays or",
         ),
     ],
@@ -560,10 +478,12 @@ def test_a_sample_is_one_row_in_so_many_and_weights_are_whole():
     assert sizes["weight"] == w.size
 
 
-# --- Over time ------------------------------------------------------------------------
+def image_of(history, *args, **options):
+    (image,) = mpx.reports.heat_map(history, *args, **options).axes[0].get_images()
+    return image
 
 
-def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
+def test_turns_over_stacked_weights_are_rows_of_a_heat_map_and_others_are_not():
     w, x = jnp.array([1.0, 2.0, 4.0])[:, None, None] * jnp.eye(4), jnp.ones((2, 4))
 
     def layers(w, x):
@@ -571,61 +491,45 @@ def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
 
     _, seen = monitor(layers, "float16")(w, x)
     for kind, wanted in (("input", [0.0, 0.0, 1.0]), ("weight", [0.0, 1.0, 2.0])):
-        axes = mpx.reports.heat_map({0: seen}, kind=kind).axes[0]
-        (image,) = axes.get_images()
+        image = image_of({0: seen}, kind=kind)
         assert image.get_array()[:, 0].tolist() == wanted
-        names = [text.get_text() for text in axes.get_yticklabels()]
+        names = [text.get_text() for text in image.axes.get_yticklabels()]
         assert names == [f"{seen.rows[0].layer} iteration {i}" for i in range(3)]
 
     def over_time(w, x):
         return jax.lax.scan(lambda h, _: (h @ w, None), x, length=5)[0]
 
     _, seen = monitor(over_time, "float16")(w[0], x)
-    (image,) = mpx.reports.heat_map({0: seen}, kind="input").axes[0].get_images()
-    assert image.get_array().shape == (1, 1)
-
-
-@pytest.mark.parametrize("measure", ["zeros", "flushed"])
-def test_the_colours_of_shares_begin_at_zero(seen, measure):
-    figure = mpx.reports.heat_map({0: seen}, measure, "float16", kind="input")
-    low, high = figure.axes[0].get_images()[0].get_clim()
-    assert low == 0 and 0 < high <= 1
+    assert image_of({0: seen}, kind="input").get_array().shape == (1, 1)
 
 
 @pytest.mark.slow
-def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
+def test_a_run_is_a_heat_map_of_layers_by_steps(tmp_path):
     w, x = weights(), data()
     watch = monitor(jax.grad(functools.partial(loss_in, "scan")), "float16")
     history = {step: watch(w, x * 2.0**step)[1] for step in (0, 10, 20)}
-    for measure, format in (("amax", None), ("snr", "float16")):
-        figure = mpx.reports.heat_map(history, measure, format, kind="input")
-        axes = figure.axes[0]
-        (image,) = axes.get_images()
+    for measure, format in (("snr", "float16"), ("amax", None)):
+        image = image_of(history, measure, format, kind="input")
         assert image.get_array().shape == (LAYERS + 1, 3)
-        labels = [text.get_text() for text in axes.get_xticklabels()]
+        labels = [text.get_text() for text in image.axes.get_xticklabels()]
         assert labels == ["0", "10", "20"]
-        figure.savefig(tmp_path / "picture.png")
-    amaxes = (
-        mpx.reports.heat_map(history, kind="input").axes[0].get_images()[0].get_array()
-    )
+        image.figure.savefig(tmp_path / "picture.png")
     first = np.log2(float(jnp.abs(x).max()))
-    np.testing.assert_allclose(amaxes[0, 0], first, rtol=1e-6)
+    np.testing.assert_allclose(image.get_array()[0, 0], first, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_heat_map_of_nothing_says_what_there_is_and_shares_begin_at_zero(seen):
+    for options, said in (
         ({"measure": "size"}, "`measure` of .* got str 'size'"),
         ({"measure": "snr"}, "`format` of .*`float16`; got None"),
         ({"kind": "weights"}, "of the kind 'weights'"),
-    ],
-)
-def test_a_picture_of_nothing_says_what_there_is(seen, options, said):
-    with pytest.raises(ValueError, match=said):
-        mpx.reports.heat_map({0: seen}, **options)
-
-
-# --- Under recipes, on every target ---------------------------------------------------
+    ):
+        with pytest.raises(ValueError, match=said):
+            mpx.reports.heat_map({0: seen}, **options)
+    for measure in ("zeros", "flushed"):
+        image = image_of({0: seen}, measure, "float16", kind="input")
+        low, high = image.get_clim()
+        assert low == 0 and 0 < high <= 1
 
 
 def square_weights():
@@ -646,42 +550,37 @@ def in_two_conds(w, x):
     return taken + jax.lax.cond(x[0, 0] > 100, other, lambda h: h, x)
 
 
-def in_scan(w, x):
-    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w["s"])[0]
+def layer_of(h, w):
+    return jnp.tanh(h @ w), None
 
 
 def in_scan_of_one_weight(w, x):
     """JAX quantizes it in front of the loop."""
-    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w["a"]), None), x, None, 2)[0]
+    return jax.lax.scan(lambda h, _: layer_of(h, w["a"]), x, None, 2)[0]
 
 
-def in_products_that_follow(w, x):
-    return (x @ w["a"]) @ w["b"]
-
-
-def by_a_part(w, x):
-    return jnp.tanh(x @ w["s"][1])
-
-
-CURRENT, NVFP4 = mpx.Float8CurrentScaling(), mpx.NVFP4BlockScaling()
+INNER = {
+    "cond": in_cond,
+    "two conds": in_two_conds,
+    "scan": lambda w, x: jax.lax.scan(layer_of, x, w["s"])[0],
+    "scan of one weight": in_scan_of_one_weight,
+    "products that follow": lambda w, x: (x @ w["a"]) @ w["b"],
+    "a part": lambda w, x: jnp.tanh(x @ w["s"][1]),
+}
 IN = [
-    (in_cond, CURRENT, "H100"),
-    (in_two_conds, CURRENT, "TPU v5e"),
-    (in_scan, CURRENT, "H100"),
-    (in_scan_of_one_weight, NVFP4, "B200"),
-    (in_products_that_follow, CURRENT, "H100"),
-    (by_a_part, NVFP4, "cpu"),
+    ("cond", CURRENT, "H100"),
+    ("two conds", CURRENT, "TPU v5e"),
+    ("scan", CURRENT, "H100"),
+    ("scan of one weight", NVFP4, "B200"),
+    ("products that follow", CURRENT, "H100"),
+    ("a part", NVFP4, "cpu"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("inner", "recipe", "target"),
-    slow_but([IN[0], IN[3]], IN),
-    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
-)
+@pytest.mark.parametrize(("inner", "recipe", "target"), slow_but([IN[0], IN[3]], IN))
 def test_what_a_recipe_quantizes_is_counted_as_it_was(inner, recipe, target):
     def loss(w, x):
-        return jnp.mean((inner(w, x) @ w["c"]) ** 2)
+        return jnp.mean((INNER[inner](w, x) @ w["c"]) ** 2)
 
     def rows(**options):
         func = mpx.autocast(loss, **options)
@@ -701,12 +600,8 @@ def test_what_a_recipe_quantizes_is_counted_as_it_was(inner, recipe, target):
 
 def test_a_weight_that_is_computed_and_quantized_outside_of_devices_is_named():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    inner = jax.shard_map(
-        lambda h, w: jnp.tanh(h @ w),
-        mesh=mesh,
-        in_specs=(P("d"), P()),
-        out_specs=P("d"),
-    )
+    specs = {"in_specs": (P("d"), P()), "out_specs": P("d")}
+    inner = jax.shard_map(lambda h, w: jnp.tanh(h @ w), mesh=mesh, **specs)
 
     def loss(w, x):
         scaled = w["a"] / jnp.linalg.norm(w["a"])
@@ -723,10 +618,7 @@ def test_a_weight_that_is_computed_and_quantized_outside_of_devices_is_named():
 
 def test_products_with_scales_are_counted():
     """Those of Blackwell, in the branch for CUDA; nothing runs them here."""
-
-    def func(a, scales):
-        return jax.nn.scaled_matmul(a, a, scales, scales)
-
+    func = lambda a, scales: jax.nn.scaled_matmul(a, a, scales, scales)  # noqa: E731
     a = jax.ShapeDtypeStruct((1, 32, 64), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((1, 32, 2), jnp.float8_e8m0fnu)
     traced = monitor(func, "float16").trace(a, scales)  # pyright: ignore
@@ -739,3 +631,8 @@ def test_advice_knows_the_bits_and_the_range_of_every_dtype():
         x = jnp.full((4, 4), 1e3, jnp.float64)
         _, seen = monitor(lambda w, x: x @ w, ("float16", "bfloat16"))(x, x)
         assert "float16: 1 of 1 layers tolerate it" in seen.advice()
+    w, x = jnp.full((4, 4), 500.0), jnp.ones((2, 4))
+    _, seen = monitor(jax.grad(lambda w, x: 500 * jnp.sum(x @ w)))(w, x)
+    above = {row.kind: row.formats["HYBRID"].above for row in seen.rows}
+    assert above["weight"] == 1.0  # E4M3 ends at 448
+    assert above["gradient"] == 0.0  # E5M2, which recipes have for them, at 57344
