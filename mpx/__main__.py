@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from ._autocast import autocast
 from ._base.errors import describe
-from ._tools import _doctor
 from ._tools._blame import BlameReport
+from ._tools._doctor import text as text_of_doctor
 from ._tools._inspect import explain
 
 _EXPLAIN = """\
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     help_of_doctor = "versions, devices, which precision is fast here"
     doctor = commands.add_parser("doctor", help=help_of_doctor, description=_DOCTOR)
-    doctor.set_defaults(run=lambda _: print(_doctor.text()), refused=_RefusedError)
+    doctor.set_defaults(run=lambda _: print(text_of_doctor()), refused=_RefusedError)
     help_of_explain = "report every operation of a function, without running it"
     explain = commands.add_parser(
         "explain", help=help_of_explain, description=_EXPLAIN, formatter_class=raw

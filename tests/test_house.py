@@ -237,7 +237,7 @@ def test_the_package_grows_by_decision_only():
     assert count <= MOST_OF_ALL
 
 
-MOST_LINES, MOST_CODE_LINES = 450, 60
+MOST_LINES, MOST_CODE_LINES = 600, 60
 # The book of primitives, which grows by an entry for each.
 LONG_FILES = {"mpx/_program/primitives.py"}
 FILES = {

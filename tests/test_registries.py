@@ -16,7 +16,7 @@ OF_EVERY_RECIPE = (
     "autocast/test_recipes.py",
     "nn/test_recipes.py",
     "test_end_to_end.py",
-    "test_recipe_overflow.py",
+    "step/test_recipe_overflow.py",
 )
 
 
