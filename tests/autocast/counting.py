@@ -4,6 +4,7 @@ A scan's body counts as often as it runs, every branch of a cond and the body of
 once.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,7 +45,29 @@ def inner_programs(equation: Any) -> Iterator[Any]:
                 yield item
 
 
+def named(primitive: str, func: Callable[..., Any], *args: Any) -> list[Any]:
+    """The equations of one primitive in the program of a function."""
+    found = equations(jax.make_jaxpr(func)(*args))
+    return [e for e, _ in found if e.primitive.name == primitive]
+
+
+def read_by(primitive: str, func: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtype of the first operand of each such operation."""
+    return [str(e.invars[0].aval.dtype) for e in named(primitive, func, *args)]
+
+
+def given_by(primitive: str, func: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtype of the first result of each such operation."""
+    return [str(e.outvars[0].aval.dtype) for e in named(primitive, func, *args)]
+
+
+def kept_by(func: Callable[..., Any], *args: Any) -> list[Any]:
+    """The types of the arrays that autodiff keeps of a function."""
+    return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(func, *a)[1], *args))
+
+
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+F16, BF16, F32 = ("float16",) * 2, ("bfloat16",) * 2, ("float32",) * 2
 _FLOATS = (np.dtype(jnp.float16), np.dtype(jnp.bfloat16), np.dtype(np.float32))
 
 
@@ -59,9 +82,9 @@ def products(func: Callable[..., Any], *args: Any) -> list[tuple[tuple[str, ...]
 
 
 def count_products(func: Callable[..., Any], *args: Any) -> dict[tuple[str, ...], int]:
-    counts: dict[tuple[str, ...], int] = {}
+    counts: Counter[tuple[str, ...]] = Counter()
     for dtypes, times in products(func, *args):
-        counts[dtypes] = counts.get(dtypes, 0) + times
+        counts[dtypes] += times
     return counts
 
 
@@ -81,14 +104,9 @@ def reason_to_stay(equation: Any, within: tuple[str, ...]) -> str | None:
 
 
 def count_stays(jaxpr: Any) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
-    """Products of a program by the dtypes of their operands, and those that must stay.
+    """The products of a program that may be cast, by the dtypes of their operands.
 
-    Args:
-        jaxpr: The program.
-
-    Returns:
-        The counts of the products that need not stay, by dtypes; the counts of float32
-        products that have to, by reason.
+    And those of float32 that autocast has to leave alone, by reason.
     """
     free: Counter[tuple[str, ...]] = Counter()
     stays: Counter[str] = Counter()
@@ -114,6 +132,17 @@ def count_casts(func: Callable[..., Any], *args: Any) -> int:
         and equation.params["new_dtype"] in _FLOATS
         and equation.invars[0].aval.dtype != equation.params["new_dtype"]
     )
+
+
+# Else XLA leaves out roundings, of one program and not of the other.
+jitted = functools.partial(
+    jax.jit, compiler_options={"xla_allow_excess_precision": False}
+)
+
+
+def pairs(*trees: Any) -> Iterator[tuple[Any, ...]]:
+    """The leaves of trees of one structure, those of one place together."""
+    return zip(*map(jax.tree.leaves, trees), strict=True)
 
 
 def primitives(func: Callable[..., Any], *args: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,29 +11,38 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import mpx
-from tests.autocast.counting import (
+
+from .counting import (
+    BF16,
     PRODUCTS,
     count_products,
     equations,
+    named,
     primitives,
     relative_error,
 )
-
-BF16 = ("bfloat16", "bfloat16")
 
 
 def layer(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ w)
 
 
-def _shard_map(w: jax.Array, x: jax.Array) -> jax.Array:
+def over_two_devices(func, out_specs):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("batch",), axis_types=auto, devices=jax.devices()[:2])
-    spec = PartitionSpec("batch")
+    in_specs = PartitionSpec(), PartitionSpec("batch")
+    return jax.shard_map(func, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def _shard_map(w: jax.Array, x: jax.Array) -> jax.Array:
     func = lambda w, x: lax.pmean(layer(w, x).mean(), "batch")  # noqa: E731
-    return jax.shard_map(
-        func, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec()
-    )(w, x)
+    return over_two_devices(func, PartitionSpec())(w, x)
+
+
+def _nested(w: jax.Array, x: jax.Array) -> jax.Array:
+    step = lambda c, _: (jax.jit(layer)(w, c), None)  # noqa: E731
+    twice = jax.checkpoint(lambda x: lax.scan(step, x, length=2)[0])
+    return lax.cond(x[0, 0] > -9, twice, lambda x: x, x)
 
 
 PROGRAMS = {
@@ -56,22 +64,8 @@ PROGRAMS = {
     "filter_checkpoint": lambda w, x: eqx.filter_checkpoint(layer)(w, x),
     "vmap": lambda w, x: jax.vmap(functools.partial(layer, w))(x),
     "shard_map": _shard_map,
-    "jit in scan in remat in cond": lambda w, x: lax.cond(
-        x[0, 0] > -9,
-        jax.checkpoint(
-            lambda x: lax.scan(lambda c, _: (jax.jit(layer)(w, c), None), x, length=2)[
-                0
-            ]
-        ),
-        lambda x: x,
-        x,
-    ),
+    "jit in scan in remat in cond": _nested,
 }
-
-
-@pytest.fixture
-def inputs(getkey):
-    return jax.random.normal(getkey(), (8, 8)) / 3, jax.random.normal(getkey(), (4, 8))
 
 
 def loss_of(name):
@@ -143,8 +137,7 @@ def test_a_while_keeps_the_dtypes_that_it_carries(inputs):
         return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
 
     assert relative_error(mpx.autocast(func)(w, x), func(w, x)) < 2e-2
-    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
-    (loop,) = [e for e, _ in equations(jaxpr) if e.primitive.name == "while"]
+    (loop,) = named("while", mpx.autocast(func), w, x)
     assert [v.aval.dtype.name for v in loop.outvars] == ["int32", "float32"]
     assert count_products(mpx.autocast(func), w, x) == {BF16: 1}
 
@@ -197,10 +190,8 @@ def test_a_jit_that_gets_a_state_keeps_its_shardings(inputs, kinds, is_set):
         if e.primitive.name == "sharding_constraint" or "out_shardings" in e.params
     ]
     assert said.count(sharding) >= 4  # operand and result, and backward again
-    assert (
-        relative_error(found, jax.grad(lambda w, x: jnp.sum(layer(w, x)))(*inputs))
-        < 0.1
-    )
+    exact = jax.grad(lambda w, x: jnp.sum(layer(w, x)))(*inputs)
+    assert relative_error(found, exact) < 0.1
 
 
 def test_equal_layers_are_rewritten_once(inputs):
@@ -249,8 +240,7 @@ def test_branches_agree_on_their_dtypes(inputs):
         z = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) * 2.0)
         return y @ w, jnp.exp(y), z @ w
 
-    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
-    first, second = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    first, second = named("cond", mpx.autocast(func), w, x)
     assert first.outvars[0].aval.dtype == jnp.float32
     assert second.outvars[0].aval.dtype == jnp.bfloat16
 
@@ -258,7 +248,7 @@ def test_branches_agree_on_their_dtypes(inputs):
 @pytest.mark.parametrize("outside", [True, False])
 def test_ordered_callbacks_see_declared_dtypes_in_order(inputs, outside):
     w, x = inputs
-    seen: list[Any] = []
+    seen = []
 
     def func(w, x):
         for i in range(3):
@@ -268,11 +258,8 @@ def test_ordered_callbacks_see_declared_dtypes_in_order(inputs, outside):
             )
         return x
 
-    jax.block_until_ready(
-        jax.jit(mpx.autocast(func))(w, x)
-        if outside
-        else mpx.autocast(jax.jit(func))(w, x)
-    )
+    call = jax.jit(mpx.autocast(func)) if outside else mpx.autocast(jax.jit(func))
+    jax.block_until_ready(call(w, x))
     jax.effects_barrier()
     assert seen == [(0, "float32"), (1, "float32"), (2, "float32")]
 
@@ -309,19 +296,11 @@ def test_scopes_and_source_lines_are_kept(inputs):
 
 
 def test_numbers_go_into_programs_that_run_once_per_device(inputs):
-    w, x = inputs
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=auto, devices=jax.devices()[:2])
-    spec = PartitionSpec("batch")
     scaled = jax.jit(lambda x, scale: (x * scale, scale * 0.5))
 
     def local(w, x):
         y, half = scaled(x @ w, lax.pcast(2.0, "batch", to="varying"))
         return y * (half - 0.5)
 
-    @jax.jit
-    def func(w, x):
-        in_specs = (PartitionSpec(), spec)
-        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec)(w, x)
-
-    assert relative_error(mpx.autocast(func)(w, x), func(w, x)) < 2e-2
+    func = jax.jit(over_two_devices(local, PartitionSpec("batch")))
+    assert relative_error(mpx.autocast(func)(*inputs), func(*inputs)) < 2e-2

@@ -1,5 +1,9 @@
 """Programs that are exported before the size of their batch is known."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +11,9 @@ import pytest
 from jax import export
 
 import mpx
-from tests.autocast.counting import relative_error
-from tests.helpers import slow_but
+
+from ..helpers import slow_but
+from .counting import relative_error
 
 OPTIONS = {
     "bfloat16": {},
@@ -39,8 +44,8 @@ def loss(w, x):
 @pytest.mark.parametrize("name", slow_but(QUICK, OPTIONS))
 def test_the_batch_may_be_of_any_size(name):
     func = mpx.autocast(loss, **OPTIONS[name])
-    shape = 5, TOKENS, WIDTH
-    w, x = weights(), np.random.default_rng(1).standard_normal(shape, np.float32)
+    w = weights()
+    x = np.random.default_rng(1).standard_normal((5, TOKENS, WIDTH), np.float32)
     scaling = mpx.init_scaling(func, w, x)
 
     @jax.jit
@@ -66,3 +71,43 @@ def test_a_report_counts_what_is_not_known():
     assert all(o.flops > 0 for o in products)
     assert np.isfinite(report.totals.bytes)
     assert "batch" in report.table(width=None)
+
+
+# --- What autocast made goes to other processes: Ray, Dask, joblib, submitit ----------
+
+
+ROOT = Path(__file__).parents[2]
+
+# In a process of its own: the types that tests check cannot be pickled.
+PROGRAM = """
+import copy, pickle
+import cloudpickle
+import jax.numpy as jnp
+import mpx
+
+
+def made():
+    def loss(weights, x):
+        return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
+    return loss
+
+
+rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, parameter="*"))
+weights, x = [jnp.ones((16, 16)), jnp.ones((16, 4))], jnp.ones((8, 16))
+for options in ({}, {"recipe": mpx.Float8CurrentScaling()}, {"rules": rules}):
+    func = mpx.autocast(made(), **options)
+    expected, scaling = func(weights, x), mpx.init_scaling(func, weights, x)
+    for one in (func, mpx.inference(func, scaling), copy.deepcopy(func)):
+        assert pickle.loads(cloudpickle.dumps(one))(weights, x) == expected
+    gradient = pickle.loads(cloudpickle.dumps(mpx.filter_grad(func, scaling)))
+    assert gradient(weights, x).finite
+"""
+
+
+@pytest.mark.slow
+def test_what_autocast_made_is_pickled_by_value():
+    """Without what has been rewritten, which is found again where it is needed."""
+    pytest.importorskip("cloudpickle")
+    command = [sys.executable, "-c", PROGRAM]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import mpx
-from tests.autocast.counting import relative_error
-from tests.helpers import slow_but
-from tests.registries import RECIPES
+
+from ..helpers import slow_but
+from ..registries import RECIPES
+from .counting import relative_error
 
 
 def mlp(params, x, y):
@@ -19,13 +20,11 @@ def mlp(params, x, y):
 
 
 def after_a_step(params, x, y):
-    """The loss after a step against its gradient."""
     grads = jax.grad(mlp)(params, x, y)
     return mlp(jax.tree.map(lambda p, g: p - 3 * g, params, grads), x, y)
 
 
 def with_penalty(params, x, y):
-    """The loss, and the size of its gradient by the input."""
     slope = jax.grad(mlp, 1)(params, x, y)
     return mlp(params, x, y) + 3e3 * jnp.mean(jnp.sum(slope**2, -1))
 

@@ -16,6 +16,7 @@ DATA = SHAPE((BATCH, LENGTH, HEADS * SIZE), jnp.float32)
 LENGTHS = SHAPE((BATCH,), jnp.int32)
 BIAS = SHAPE((1, HEADS, LENGTH, LENGTH), jnp.float32)
 MASK = SHAPE((BATCH, 1, LENGTH, LENGTH), jnp.bool_)
+KEY_LENGTHS = "key_value_seq_lengths"
 CALLS = {
     "plain": ({}, {}, HEADS),
     "causal": ({"is_causal": True}, {}, HEADS),
@@ -24,18 +25,12 @@ CALLS = {
     "bias": ({}, {"bias": BIAS}, HEADS),
     "mask": ({}, {"mask": MASK}, HEADS),
     "grouped heads": ({}, {}, 2),
-    "lengths": (
-        {},
-        {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
-        HEADS,
-    ),
+    "lengths": ({}, dict.fromkeys(("query_seq_lengths", KEY_LENGTHS), LENGTHS), HEADS),
 }
 RECIPES = [None, mpx.Float8CurrentScaling(), mpx.Float8CurrentScaling(fp8_dpa=True)]
 
 
 def step_of(dtype, options, arrays, heads):
-    """A loss with attention by cuDNN, and its arguments."""
-
     def loss(weights, x, arrays):
         def projected(name):
             return (x @ weights[name]).reshape(BATCH, LENGTH, -1, SIZE).astype(dtype)
@@ -49,11 +44,8 @@ def step_of(dtype, options, arrays, heads):
         return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in found)
 
     widths = {"q": HEADS, "k": heads, "v": heads}
-    weights = {
-        name: SHAPE((HEADS * SIZE, count * SIZE), jnp.float32)
-        for name, count in widths.items()
-    }
-    return loss, (weights, DATA, arrays)
+    whole = {n: SHAPE((HEADS * SIZE, c * SIZE), jnp.float32) for n, c in widths.items()}
+    return loss, (whole, DATA, arrays)
 
 
 def kernels_in(func, args):

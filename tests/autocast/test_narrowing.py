@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ from jax import lax
 import mpx
 from mpx._program import PRIMITIVES
 
-from .counting import equations, relative_error
+from .counting import count_casts, given_by, kept_by, named, relative_error
 
 WIDTH = 16
 
@@ -21,12 +22,12 @@ def random(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-def dtypes_of(primitive, func, *args):
-    return [
-        str(equation.outvars[0].aval.dtype)
-        for equation, _ in equations(jax.make_jaxpr(func)(*args))
-        if equation.primitive.name == primitive
-    ]
+def weight_and_rows():
+    return random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
+
+
+def stack_and_rows():
+    return random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
 
 
 def norm(x):
@@ -97,14 +98,13 @@ def test_relu_and_pooling_before_a_product_run_in_half(dtype):
     def unpicked(w, x):  # arithmetic in between: computed in float32, and then rounded
         return (pool(jax.nn.relu(norm(x @ w))) * 1.0) @ w
 
-    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
-    cast = mpx.autocast(pooled, dtype)
-    assert dtypes_of("reduce_window_max", cast, w, x) == [dtype]
-    assert dtypes_of("max", cast, w, x) == [dtype]
-    assert set(dtypes_of("rsqrt", cast, w, x)) == {"float32"}
-    other = mpx.autocast(unpicked, dtype)
-    assert dtypes_of("reduce_window_max", other, w, x) == ["float32"]
-    np.testing.assert_array_equal(cast(w, x), other(w, x))
+    inputs = weight_and_rows()
+    cast, other = (mpx.autocast(func, dtype) for func in (pooled, unpicked))
+    assert given_by("reduce_window_max", cast, *inputs) == [dtype]
+    assert given_by("max", cast, *inputs) == [dtype]
+    assert set(given_by("rsqrt", cast, *inputs)) == {"float32"}
+    assert given_by("reduce_window_max", other, *inputs) == ["float32"]
+    np.testing.assert_array_equal(cast(*inputs), other(*inputs))
 
 
 def seen_by_an_exponential(w, x):
@@ -112,35 +112,26 @@ def seen_by_an_exponential(w, x):
     return x @ w, jnp.exp(x)
 
 
-def multiplied(w, x):
-    return (jax.nn.relu(norm(x @ w)) * jnp.exp(x)) @ w
-
-
-def by_a_precise_product(w, x):
-    return jnp.dot(jax.nn.relu(norm(x @ w)), w, precision="highest")
-
-
-def onto_a_stream(w, x):
-    return (jnp.exp(x) + jax.nn.relu(norm(x @ w))) @ w
+def in_a_head_of_full_precision(w, x):
+    with jax.named_scope("head"):
+        return jax.nn.relu(norm(x @ w)) @ w
 
 
 @pytest.mark.parametrize(
-    "func", [seen_by_an_exponential, multiplied, by_a_precise_product, onto_a_stream]
+    "func",
+    [
+        seen_by_an_exponential,
+        lambda w, x: (jax.nn.relu(norm(x @ w)) * jnp.exp(x)) @ w,
+        lambda w, x: jnp.dot(jax.nn.relu(norm(x @ w)), w, precision="highest"),
+        lambda w, x: (jnp.exp(x) + jax.nn.relu(norm(x @ w))) @ w,  # onto a stream
+        in_a_head_of_full_precision,
+    ],
 )
-def test_what_somebody_may_compute_with_is_picked_in_float32(func):
-    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
-    assert dtypes_of("max", mpx.autocast(func), w, x) == ["float32"]
-
-
-def test_a_rule_for_products_is_waited_for():
-    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
-
-    def func(w, x):
-        with jax.named_scope("head"):
-            return jax.nn.relu(norm(x @ w)) @ w
-
-    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, scope="head", primitive="dot_*"))
-    assert dtypes_of("max", mpx.autocast(func, rules=rules), w, x) == ["float32"]
+def test_what_may_be_computed_with_is_picked_in_float32(func):
+    rule = mpx.Rule(mpx.Precision.FULL, scope="head", primitive="dot_*")
+    rules = mpx.Rules(rule) if func is in_a_head_of_full_precision else None
+    cast = mpx.autocast(func, rules=rules)
+    assert given_by("max", cast, *weight_and_rows()) == ["float32"]
 
 
 def test_the_sum_of_two_norms_is_rounded_only_in_a_half_stream():
@@ -148,10 +139,9 @@ def test_the_sum_of_two_norms_is_rounded_only_in_a_half_stream():
         x = norm(x @ w)
         return jax.nn.relu(x + norm(jnp.tanh(x @ w))) @ w
 
-    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
     for stream, dtype in (("full", "float32"), ("half", "bfloat16")):
         cast = mpx.autocast(func, residual_stream=stream)
-        assert dtypes_of("add", cast, w, x)[-1] == dtype
+        assert given_by("add", cast, *weight_and_rows())[-1] == dtype
 
 
 # --- What a scan stacks ---------------------------------------------------------------
@@ -162,11 +152,7 @@ on_gpu = functools.partial(mpx.autocast, target="h100")
 
 
 def scan_of(func, *args):
-    (found,) = [
-        equation
-        for equation, _ in equations(jax.make_jaxpr(func)(*args))
-        if equation.primitive.name == "scan"
-    ]
+    (found,) = named("scan", func, *args)
     return found
 
 
@@ -183,18 +169,13 @@ def sum_of(func):
 
 
 def test_a_stacked_weight_with_one_use_is_cast_in_front_of_the_loop():
-    ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    ws, x = stack_and_rows()
     assert scan_of(on_gpu(layers), ws, x).invars[-1].aval.dtype == jnp.bfloat16
     assert scan_of(on_gpu(layers_used_twice), ws, x).invars[-1].aval.dtype == np.float32
-    gradient = jax.make_jaxpr(jax.grad(sum_of(on_gpu(layers))))(ws, x)
-    stacked = [
-        v.aval.dtype
-        for equation, _ in equations(gradient)
-        if equation.primitive.name == "scan"
-        for v in equation.outvars
-        if v.aval.shape == ws.shape
-    ]
-    assert set(stacked) == {jnp.dtype(jnp.bfloat16)}
+    scans = named("scan", jax.grad(sum_of(on_gpu(layers))), ws, x)
+    results = [v.aval for scan in scans for v in scan.outvars]
+    stacked = {v.dtype for v in results if v.shape == ws.shape}
+    assert stacked == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_casting_in_front_of_a_loop_changes_no_bit():
@@ -203,45 +184,46 @@ def test_casting_in_front_of_a_loop_changes_no_bit():
             x = jnp.tanh(x @ w).astype(np.float32)  # as a carry is
         return x
 
-    ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
+    funcs = [jax.grad(sum_of(on_gpu(func))) for func in (layers, in_turn)]
     with jax.disable_jit():
-        found, expected = (
-            jax.grad(sum_of(on_gpu(func)))(ws, x) for func in (layers, in_turn)
-        )
+        found, expected = (func(*stack_and_rows()) for func in funcs)
     np.testing.assert_array_equal(found, expected)
 
 
 def test_recipes_get_stacked_weights_in_bfloat16_and_not_in_float16():
     """A loop reads half of the bytes; of float16 the range would not do."""
-    ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
     for dtype, stacked in (("bfloat16", "bfloat16"), ("float16", "float32")):
         cast = on_gpu(layers, dtype, recipe=mpx.Float8CurrentScaling())
-        assert scan_of(cast, ws, x).invars[-1].aval.dtype == stacked
+        assert scan_of(cast, *stack_and_rows()).invars[-1].aval.dtype == stacked
 
 
 def test_what_only_products_take_of_a_scan_is_stacked_in_half():
-    def func(w, xs):
-        ys = lax.scan(lambda c, x: (c, norm(jnp.tanh(x @ w))), 0.0, xs)[1]
-        return ys @ w
+    def scanned(w, xs):
+        return lax.scan(lambda c, x: (c, norm(jnp.tanh(x @ w))), 0.0, xs)[1]
 
     def seen(w, xs):
-        ys = lax.scan(lambda c, x: (c, norm(jnp.tanh(x @ w))), 0.0, xs)[1]
+        ys = scanned(w, xs)
         return ys @ w, jnp.exp(ys)
 
     w, xs = random(WIDTH, WIDTH), random(3, 8, WIDTH, seed=1)
-    assert scan_of(on_gpu(func), w, xs).outvars[-1].aval.dtype == jnp.bfloat16
+    read = on_gpu(lambda w, xs: scanned(w, xs) @ w)
+    assert scan_of(read, w, xs).outvars[-1].aval.dtype == jnp.bfloat16
     assert scan_of(on_gpu(seen), w, xs).outvars[-1].aval.dtype == np.float32
 
 
 # --- What a scan carries --------------------------------------------------------------
 
 
+def residual_block(x, w):
+    return x + jnp.tanh(norm(x) @ w) @ w
+
+
 def blocks(ws, x):
-    return lax.scan(lambda x, w: (x + jnp.tanh(norm(x) @ w) @ w, None), x, ws)[0]
+    return lax.scan(lambda x, w: (residual_block(x, w), None), x, ws)[0]
 
 
 def checkpointed(ws, x):
-    block = jax.checkpoint(lambda x, w: x + jnp.tanh(norm(x) @ w) @ w)
+    block = jax.checkpoint(residual_block)
     return lax.scan(lambda x, w: (block(x, w), None), x, ws)[0]
 
 
@@ -260,15 +242,13 @@ def summed(w, xs):
 
 
 def summed_losses(w, xs):
-    def turn(total, x):
-        return total + jnp.mean((x @ w) ** 2), None
-
+    turn = lambda total, x: (total + jnp.mean((x @ w) ** 2), None)  # noqa: E731
     return lax.scan(turn, jnp.zeros(()), xs)[0]
 
 
 @pytest.mark.parametrize("func", [blocks, checkpointed])
 def test_a_half_stream_is_carried_in_half(func):
-    ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
+    ws, x = stack_and_rows()
     for stream, dtype in (("full", np.float32), ("half", jnp.bfloat16)):
         cast = on_gpu(func, residual_stream=stream)
         scan = scan_of(cast, ws, x)
@@ -286,7 +266,7 @@ def test_what_is_no_stream_is_carried_as_it_was_declared(func):
 
 
 def test_a_scan_of_no_turns_gives_what_it_was_given():
-    ws, x = random(3, WIDTH, WIDTH)[:0], random(8, WIDTH, seed=1)
+    ws, x = random(0, WIDTH, WIDTH), random(8, WIDTH, seed=1)
     cast = mpx.autocast(blocks, residual_stream="half")
     np.testing.assert_array_equal(cast(ws, x), x)
 
@@ -310,7 +290,6 @@ def lstm(weights, xs):
 
 
 def read_out(weights, xs):
-    """A loss of what a product makes of a cell's states."""
     return jnp.sum(jnp.square(lstm(weights, xs) @ weights[0]))
 
 
@@ -323,8 +302,7 @@ def cell_inputs():
 def test_a_recurrent_cell_keeps_its_gates_and_its_state():
     weights, xs = cell_inputs()
     loss = on_gpu(read_out, residuals="small")
-    kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], weights, xs)
-    wide = [x for x in jax.tree.leaves(kept) if x.dtype == np.float32]
+    wide = [x for x in kept_by(loss, weights, xs) if x.dtype == np.float32]
     # What each turn begins with.
     assert sum(x.shape == xs.shape for x in wide) == 1
     exact = jax.grad(read_out)(weights, xs)
@@ -335,8 +313,116 @@ def test_a_recurrent_cell_keeps_its_gates_and_its_state():
 def test_loops_keep_little_whatever_is_compiled_for(target):
     def bytes_of(**options):
         loss = mpx.autocast(read_out, target=target, **options)
-        kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *cell_inputs())
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+        kept = kept_by(loss, *cell_inputs())
+        return sum(x.size * x.dtype.itemsize for x in kept)
 
     small, fast = (bytes_of(residuals=kind) for kind in ("small", "fast"))
     assert small == bytes_of() < 0.75 * fast
+
+
+# --- What is stored for the users of a value ------------------------------------------
+
+
+def dtypes_kept(func, *args):
+    """The dtypes of the arrays of more than a number that autodiff keeps."""
+    pulled = jax.tree.leaves(jax.vjp(func, *args)[1])
+    return {str(x.dtype) for x in pulled if x.ndim and jnp.any(x)}
+
+
+@pytest.fixture
+def qk(getkey):
+    return tuple(jax.random.normal(getkey(), (2, 4, 8, 16)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("product", "name", "scale"),
+    [
+        ("bhqd,bhkd->bhqk", "div", lambda x: x / 3.7),
+        (None, "mul", lambda x: x * 0.3),
+        ("bhqd,bhkd->bhqk", "mul", lambda x: 0.3 * x),
+    ],
+)
+def test_scores_are_stored_in_half_and_scaled_in_float32(qk, product, name, scale):
+    def attended(q, k):
+        y = jnp.einsum(product, q, k) if product else q @ k.swapaxes(-1, -2)
+        return jax.nn.softmax(scale(y)) @ k
+
+    cast = mpx.autocast(attended, residuals="small")
+    assert set(given_by("dot_general", cast, *qk)) == {"bfloat16"}
+    assert given_by(name, cast, *qk)[0] == "float32"
+    assert given_by("exp", cast, *qk) == ["float32"]
+    assert dtypes_kept(cast, *qk) == {"bfloat16"}
+    np.testing.assert_allclose(cast(*qk), attended(*qk), atol=2e-2)
+
+
+def test_a_part_of_a_product_is_stored_in_half():
+    """As by a layer that splits one projection into data and rates."""
+
+    def loss(w, x):
+        data, rate = jnp.split(x @ w, 2, -1)
+        return jnp.sum((jnp.exp(jnp.cumsum(rate, 0)) * data) @ w)
+
+    cast = mpx.autocast(loss, residuals="small")
+    args = jnp.ones((16, 32)), jnp.ones((8, 16))
+    # The exponential, which is computed in float32, and nothing else.
+    assert [str(x.dtype) for x in kept_by(cast, *args)].count("float32") == 1
+
+
+def test_a_number_below_the_range_of_float16_scales(qk):
+    def scaled(q, k):
+        return q @ k.swapaxes(-1, -2) * 1e-9
+
+    found = mpx.autocast(scaled, jnp.float16)(*qk)
+    assert relative_error(found, scaled(*qk)) < 1e-3
+
+
+def test_dropout_leaves_a_half_stream_half(getkey):
+    drop = eqx.nn.Dropout(0.1)
+
+    def block(w, x, key):
+        x = x @ w
+        return x + drop(jnp.tanh(x) @ w, key=key)
+
+    w, x = jnp.eye(16), jax.random.normal(getkey(), (8, 16))
+    key = getkey()
+    cast = mpx.autocast(block, residual_stream="half")
+    assert given_by("div", cast, w, x, key) == ["float32"]
+    assert given_by("add", cast, w, x, key)[-1] == "bfloat16"
+    assert dtypes_kept(lambda w, x: cast(w, x, key), w, x) == {"bfloat16", "bool"}
+    np.testing.assert_allclose(cast(w, x, key), block(w, x, key), rtol=2e-2, atol=2e-2)
+
+
+def test_products_are_scaled_by_numbers_that_half_cannot_hold():
+    """Positions behind 256, and a rate near 1."""
+
+    def weighted(x, rate):
+        positions = jax.lax.broadcasted_iota(jnp.float32, x.shape, 1)
+        return (x @ x) * positions * (1.0 - rate)
+
+    args = jnp.eye(300), 1e-3
+    np.testing.assert_array_equal(mpx.autocast(weighted)(*args), weighted(*args))
+
+
+def test_statistics_of_a_half_stream_are_computed_in_float32(getkey):
+    x = jax.random.normal(getkey(), (8, 16))
+
+    def loss(w, x):
+        y = x + x @ w
+        return jnp.var(y) + jnp.mean(y)
+
+    cast = mpx.autocast(loss, residual_stream="half")
+    assert set(given_by("reduce_sum", cast, jnp.eye(16), x)) == {"float32"}
+    # w, x for the product and the stream, and the stream for each of the statistics.
+    assert count_casts(cast, jnp.eye(16), x) == 5
+
+
+def test_a_sum_of_losses_is_no_half_stream(getkey):
+    x = jax.random.normal(getkey(), (8, 16))
+
+    def loss(w, x):
+        y = x @ w
+        return jnp.mean(y**2) + jnp.mean(jnp.abs(y))
+
+    args = jnp.eye(16), x
+    full, half = (mpx.autocast(loss, residual_stream=s) for s in ("full", "half"))
+    assert half(*args) == full(*args)

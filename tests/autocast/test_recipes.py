@@ -10,17 +10,16 @@ import pytest
 
 import mpx
 from mpx import Precision, Rule, Rules
-from tests.autocast.counting import relative_error
-from tests.helpers import slow_but, unchecked_annotations
-from tests.registries import STATELESS
+
+from ..helpers import slow_but, unchecked_annotations
+from ..registries import STATELESS
+from .counting import relative_error
 
 WIDTH, HEADS, CLASSES = 32, 2, 10
 CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 
 
 class Block(eqx.Module):
-    """Attention and a perceptron, as somebody writes them who knows nothing of mpx."""
-
     qkv: eqx.nn.Linear
     out: eqx.nn.Linear
     up: eqx.nn.Linear
@@ -113,33 +112,32 @@ def test_products_of_weights_are_quantized_and_no_others(inputs):
 
 @pytest.mark.parametrize("name", slow_but(["mxfp8"], STATELESS))
 def test_gradients_are_near_those_of_half_precision(name, inputs):
-    recipes = (None, STATELESS[name])
-    half, low = (gradient_of(recipe)(*inputs)[1] for recipe in recipes)
-    error = relative_error(low, half)
-    assert 1e-3 < error < (0.6 if name in ("nvfp4", "custom") else 0.15)
+    half, low = (gradient_of(r)(*inputs)[1] for r in (None, STATELESS[name]))
+    bound = 0.6 if name in ("nvfp4", "custom") else 0.15
+    assert 1e-3 < relative_error(low, half) < bound
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(low))
 
 
-def low(**conditions):
-    return Rule(Precision.LOW, **conditions)
-
-
-def half(**conditions):
-    return Rule(Precision.HALF, **conditions)
+LOW, HALF = (functools.partial(Rule, p) for p in (Precision.LOW, Precision.HALF))
 
 
 @pytest.mark.parametrize(
-    ("rules", "expected"),
+    ("rule", "expected"),
     [
-        (low(scope="head"), [*LINEAR, HEAD]),
-        (half(parameter="blocks[0].u*"), [*LINEAR[:2], LINEAR[3]]),
-        (half(when=lambda c: c.multiplications <= 64 * 32 * 64), LINEAR[:1]),
+        (LOW(scope="head"), [*LINEAR, HEAD]),
+        (HALF(parameter="blocks[0].u*"), [*LINEAR[:2], LINEAR[3]]),
+        (HALF(when=lambda c: c.multiplications <= 64 * 32 * 64), LINEAR[:1]),
     ],
     ids=["scope", "not a parameter", "not small ones"],
 )
-def test_rules(rules, expected, inputs):
-    func = mpx.autocast(loss, recipe=CURRENT, rules=Rules(rules))
+def test_rules_of_what_a_recipe_quantizes(rule, expected, inputs):
+    func = mpx.autocast(loss, recipe=CURRENT, rules=Rules(rule))
     assert quantized(func, *inputs) == expected
+
+
+def recipes_in(report):
+    reasons = (o.reason for o in report.operations if o.is_low)
+    return [reason.split(";")[1].split(",")[0].strip() for reason in reasons]
 
 
 @pytest.mark.parametrize(
@@ -176,17 +174,12 @@ def test_attention_in_fp8_under_any_recipe(recipe, inputs):
 def test_a_rule_may_name_a_recipe(inputs):
     rules = Rules(Rule(MXFP8, scope="mlp"))
     report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*inputs)
-    names = [
-        o.reason.split(";")[1].split(",")[0] for o in report.operations if o.is_low
-    ]
-    expected = ["Float8CurrentScaling"] * 2 + ["MXFP8BlockScaling"] * 2
-    assert [name.strip() for name in names] == expected
-    alone = mpx.autocast(loss, rules=rules)
-    assert len(quantized(alone, *inputs)) == 2
+    names = ["Float8CurrentScaling"] * 2 + ["MXFP8BlockScaling"] * 2
+    assert recipes_in(report) == names
+    assert len(quantized(mpx.autocast(loss, rules=rules), *inputs)) == 2
 
 
 def layers(params, x):
-    """Three layers in different regions, and a head."""
     x = jnp.tanh(x @ params[0])
     with mpx.autocast(recipe=MXFP8):
         x = jnp.tanh(x @ params[1])
@@ -210,10 +203,10 @@ def normal(random, *shape):
 
 def test_regions_nest_and_follow(square):
     report = mpx.explain(mpx.autocast(layers, recipe=CURRENT))(*square)
-    found = [(o.parameters, o.reason) for o in report.operations if o.is_low]
-    assert [p for p, _ in found] == [("[0]",), ("[1]",), ("[4]",)]
-    recipes = [reason.split(";")[1].split(",")[0].strip() for _, reason in found]
-    assert recipes == ["Float8CurrentScaling", "MXFP8BlockScaling"] + recipes[:1]
+    found = [o.parameters for o in report.operations if o.is_low]
+    assert found == [("[0]",), ("[1]",), ("[4]",)]
+    names = ["Float8CurrentScaling", "MXFP8BlockScaling", "Float8CurrentScaling"]
+    assert recipes_in(report) == names
     assert quantized(mpx.autocast(layers), *square) == [("[1]",)]
 
 
@@ -231,14 +224,11 @@ def test_regions_hold_inside_of_programs_that_were_traced_before(square):
     assert len(quantized(mpx.autocast(func), *square)) == 1
 
 
-def test_a_layer_that_returns_no_loss_has_no_final_projection(square):
-    func = mpx.autocast(lambda w, x: x @ w[0], recipe=CURRENT)
-    assert quantized(func, *square) == [("[0]",)]
-
-
-def test_the_final_projection_is_quantized_if_it_is_all_there_is(square):
-    func = mpx.autocast(lambda w, x: jnp.sum(x @ w[0]), recipe=CURRENT)
-    assert quantized(func, *square) == [("[0]",)]
+@pytest.mark.parametrize(
+    "func", [lambda w, x: x @ w[0], lambda w, x: jnp.sum(x @ w[0])]
+)
+def test_a_final_projection_is_quantized_that_is_all_or_gives_no_loss(func, square):
+    assert quantized(mpx.autocast(func, recipe=CURRENT), *square) == [("[0]",)]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
@@ -337,18 +327,15 @@ def test_convolutions():
 
 
 def tensor_quantizers(role, for_wgrad):
-    backward = role is mpx.quantization.Role.GRADIENT
-    return mpx.quantization.TensorQuantizer(
-        mpx.Format.E5M2 if backward else mpx.Format.E4M3
-    )
+    is_gradient = role is mpx.quantization.Role.GRADIENT
+    made = mpx.Format.E5M2 if is_gradient else mpx.Format.E4M3
+    return mpx.quantization.TensorQuantizer(made)
 
 
 def block_quantizers(role, for_wgrad):
-    return (
-        mpx.quantization.MXFP8Quantizer()
-        if role is mpx.quantization.Role.GRADIENT
-        else mpx.quantization.TensorQuantizer()
-    )
+    is_gradient = role is mpx.quantization.Role.GRADIENT
+    made = mpx.quantization
+    return made.MXFP8Quantizer() if is_gradient else made.TensorQuantizer()
 
 
 def convolution(kernel, x):
@@ -395,47 +382,41 @@ def an_expert_layer():
     return weights, x, jnp.asarray(random.integers(0, 4, 48, np.int32))
 
 
-def of_experts(*args):
-    return jnp.mean(experts(*args) ** 2)
-
-
 @pytest.mark.parametrize(
-    "name", ["current", pytest.param("nvfp4", marks=pytest.mark.slow)]
+    ("name", "of_value", "of_gradient"),
+    [("current", 0.02, 0.15), pytest.param("nvfp4", 0.1, 0.5, marks=pytest.mark.slow)],
 )
-def test_experts(name):
+def test_experts_are_quantized(name, of_value, of_gradient):
+    def loss(*args):
+        return jnp.mean(experts(*args) ** 2)
+
     args = an_expert_layer()
-    low = mpx.autocast(of_experts, recipe=STATELESS[name])
+    low = mpx.autocast(loss, recipe=STATELESS[name])
     assert len(quantized(low, *args)) == 2
-    exact_value, exact = jax.jit(jax.value_and_grad(of_experts))(*args)
+    exact_value, exact = jax.jit(jax.value_and_grad(loss))(*args)
     value, grads = jax.jit(jax.value_and_grad(low))(*args)
-    is_four_bits = name == "nvfp4"
-    assert relative_error(value, exact_value) < (0.1 if is_four_bits else 0.02)
-    assert relative_error(grads, exact) < (0.5 if is_four_bits else 0.15)
+    assert relative_error(value, exact_value) < of_value
+    assert relative_error(grads, exact) < of_gradient
 
 
 def test_ragged_products_that_are_left_alone():
-    """What is no product of rows in groups with weights."""
     weights, x, chosen = an_expert_layer()
     sizes = jnp.bincount(chosen, length=4)
     sums = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
-    def by_group(weights, x):
-        y = x @ weights["up"][0]
-        return jax.lax.ragged_dot_general(x, y, sizes, sums)
+    def by_group(w, x):
+        return jax.lax.ragged_dot_general(x, x @ w["up"][0], sizes, sums)
 
-    report = mpx.explain(mpx.autocast(by_group, recipe=CURRENT))(weights, x)
-    assert "a ragged matmul of another form than rows in groups" in report.table(
-        width=None
-    )
-
-    def of_data(weights, x):
-        y = x @ weights["up"][0]
+    def of_data(w, x):
+        y = x @ w["up"][0]
         return jax.lax.ragged_dot(x, jnp.stack([y.T @ y] * 4)[:, :32], sizes)
 
-    report = mpx.explain(mpx.autocast(of_data, recipe=CURRENT))(weights, x)
-    assert "not quantized: a ragged matmul of operands other than" in report.table(
-        width=None
-    )
+    for func, reason in (
+        (by_group, "a ragged matmul of another form than rows in groups"),
+        (of_data, "not quantized: a ragged matmul of operands other than"),
+    ):
+        report = mpx.explain(mpx.autocast(func, recipe=CURRENT))(weights, x)
+        assert reason in report.table(width=None)
 
 
 def test_a_weight_divided_by_something_of_the_data_is_no_weight(square):
@@ -480,26 +461,25 @@ def test_forward_mode_is_an_error_that_says_so(square):
         jax.jvp(lambda w: func(w, x), (w,), (w,))
 
 
-@pytest.mark.parametrize("recipe", ["fp8", mpx.Float8CurrentScaling])
-def test_what_is_no_recipe(recipe):
-    with unchecked_annotations(), pytest.raises(TypeError, match="must be a recipe"):
-        mpx.autocast(loss, recipe=recipe)
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"recipe": "fp8"}, TypeError, "must be a recipe"),
+        ({"recipe": mpx.Float8CurrentScaling}, TypeError, "must be a recipe"),
+        ({"recipe": CURRENT, "target": "abacus"}, ValueError, "sm_90"),
+    ],
+)
+def test_an_unknown_recipe_or_target_is_an_error(options, error, match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        mpx.autocast(loss, **options)
 
 
 def test_low_precision_without_a_recipe_is_an_error(square):
-    func = mpx.autocast(layers, rules=Rules(low(scope="*", primitive="dot_general")))
+    func = mpx.autocast(layers, rules=Rules(LOW(scope="*", primitive="dot_general")))
     assert len(quantized(func, *square)) == 1  # a region of it has one
-
-    def plain(w, x):
-        return x @ w[0]
-
+    plain = lambda w, x: x @ w[0]  # noqa: E731
     with pytest.raises(ValueError, match="none is set"):
-        mpx.autocast(plain, rules=Rules(low(primitive="dot_general")))(*square)
-
-
-def test_an_unknown_target():
-    with pytest.raises(ValueError, match="sm_90"):
-        mpx.autocast(loss, recipe=CURRENT, target="abacus")
+        mpx.autocast(plain, rules=Rules(LOW(primitive="dot_general")))(*square)
 
 
 def test_strict_refuses_a_slow_path(inputs):
@@ -546,11 +526,8 @@ def test_custom_derivatives_inside_keep_their_own_precision(square):
 
 def test_a_report_has_no_products_that_were_emitted_in_vain():
     """The only product is tried as the final projection first, and then quantized."""
-
-    def only(w, x):
-        return jnp.sum(x @ w)
-
     square = jnp.ones((WIDTH, WIDTH))
-    report = mpx.explain(mpx.autocast(only, recipe=CURRENT))(square, square)
+    only = mpx.autocast(lambda w, x: jnp.sum(x @ w), recipe=CURRENT)
+    report = mpx.explain(only)(square, square)
     (product,) = (o for o in report.operations if o.primitive == "dot_general")
     assert product.is_low

@@ -1,16 +1,19 @@
 """Regions inside of transformed functions, ambient settings around calls."""
 
+import functools
 import threading
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpx
-from tests.autocast.counting import count_products, products, relative_error
+import mpx.nn
 
-F16, BF16, F32 = (("float16",) * 2, ("bfloat16",) * 2, ("float32",) * 2)
+from .counting import BF16, F16, F32, count_products, products, relative_error
 
 
 @pytest.fixture
@@ -34,19 +37,10 @@ def test_regions_follow_and_nest(inputs):
             x = x @ w
         return x @ w
 
-    expected = [BF16, F32, F16, F32, F16, BF16]
     cast = mpx.autocast(func)
-    assert order(cast, *inputs) == expected
-    assert relative_error(cast(*inputs), func_without_regions(6)(*inputs)) < 2e-2
-
-
-def func_without_regions(count):
-    def func(w, x):
-        for _ in range(count):
-            x = x @ w
-        return x
-
-    return func
+    assert order(cast, *inputs) == [BF16, F32, F16, F32, F16, BF16]
+    w, x = inputs
+    assert relative_error(cast(w, x), x @ w @ w @ w @ w @ w @ w) < 2e-2
 
 
 def off(w, x):
@@ -180,11 +174,6 @@ def test_ambient_settings_are_of_one_thread(inputs):
     assert found == [[BF16]]
 
 
-def test_ambient_is_not_for_a_function():
-    with pytest.raises(TypeError, match="got a function"):
-        mpx.autocast(jnp.dot, ambient=True)
-
-
 # --- The text of a scope of the user's says nothing to mpx --------------------------
 
 NAMES = [
@@ -225,3 +214,160 @@ def test_a_scope_changes_nothing_whatever_its_name(inputs, recipe):
     for name in NAMES:
         for found, other in zip(told(name), expected, strict=True):
             assert found == other, name
+
+
+# --- Switched off: float32, everywhere ------------------------------------------------
+
+
+W, X = jnp.eye(4), jnp.ones((2, 4))
+OFF = functools.partial(mpx.autocast, enabled=False)
+
+
+def loss(w, x):
+    return jnp.mean(x @ w)
+
+
+def dtypes_in(func, *args):
+    return set(count_products(func, *(args or (W, X))))
+
+
+def control_of(func):
+    """Its gradient in full precision, as a run beside one in half precision has it."""
+    gradient = mpx.filter_grad(func, None, use_mixed_precision=False)
+    return lambda *args: gradient(*args).grads
+
+
+def test_switched_off_the_program_is_the_one_that_was_written():
+    plain = str(jax.make_jaxpr(loss)(W, X))
+    for func in (OFF(loss), OFF(loss, jnp.float16), OFF(loss, rules=mpx.Rules())):
+        assert str(jax.make_jaxpr(func)(W, X)) == plain
+    assert OFF(loss).__name__ == "loss"
+    module = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    np.testing.assert_array_equal(OFF(module)(X[0]), module(X[0]))
+    off, written = mpx.explain(OFF(loss))(W, X), mpx.explain(loss)(W, X)
+    assert str(off) == str(written) and off.totals == written.totals
+
+
+def test_switched_off_values_may_decide_what_runs():
+    """Nothing is traced that would not be anyway."""
+    func = OFF(lambda w, x: loss(w, x) if x.sum() > 0 else w.sum())
+    assert func(W, X) == 1
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("grad", [mpx.filter_grad, mpx.grad])
+def test_switched_off_gradient_functions_cast_nothing(grad, half):
+    with mpx.half_precision(half):
+        func = OFF(loss, jnp.float16)
+        step = lambda w, x: grad(func, mpx.NoLossScaling())(w, x).grads  # noqa: E731
+        assert dtypes_in(step) == {F32}
+        assert type(mpx.init_scaling(func, W, X)) is mpx.NoLossScaling
+
+
+def test_a_switch_changes_the_precision_and_nothing_else():
+    def step(w, x, *, is_mixed):
+        func = mpx.autocast(loss, jnp.float16, enabled=is_mixed)
+        scaling = mpx.init_scaling(func, w, x)
+        return mpx.filter_value_and_grad(func, scaling)(w, x).grads
+
+    assert dtypes_in(functools.partial(step, is_mixed=True)) == {F16}
+    assert dtypes_in(functools.partial(step, is_mixed=False)) == {F32}
+    func = mpx.autocast(loss, jnp.float16, enabled=True)
+    assert dtypes_in(control_of(func)) == {F32}
+
+
+def test_switched_off_in_a_lambda_it_is_not_cast_in_silence():
+    hidden = lambda w, x: OFF(loss)(w, x)  # noqa: E731
+    with pytest.raises(ValueError, match='needs uncast inputs.*policy="full"'):
+        mpx.filter_grad(hidden, mpx.DynamicLossScaling())(W, X)
+
+
+@pytest.mark.parametrize(
+    "region", [{"enabled": False}, {"recipe": None}, {"dtype": "float16"}]
+)
+def test_switched_off_regions_inside_have_no_effect(region):
+    def func(w, x):
+        with mpx.autocast(**region):
+            x = x @ w
+        return jnp.mean(x @ w)
+
+    assert dtypes_in(OFF(func)) == {F32}
+    assert dtypes_in(jax.jit(OFF(func))) == {F32}
+    assert dtypes_in(control_of(mpx.autocast(func))) == {F32}
+    with mpx.autocast(enabled=False, ambient=True):
+        assert dtypes_in(mpx.autocast(func)) == {F32}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_switched_off_a_region_inside_that_says_enabled_wins(wrap):
+    """As PyTorch has it: the innermost one decides."""
+
+    def func(w, x):
+        x = x @ w
+        with mpx.autocast(enabled=True, dtype=jnp.float16):
+            y = x @ w
+        return jnp.mean(y.astype(jnp.float32) @ w)
+
+    # In front of the region nothing is known of it yet, and products may stand there
+    # twice, once without use.
+    assert count_products(OFF(wrap(func)), W, X)[F16] == 1
+    assert count_products(OFF(wrap(func)), W, X)[F32] in (2, 3)
+    assert OFF(wrap(func))(W, X) == 1
+    with mpx.autocast(enabled=False, ambient=True):
+        assert count_products(mpx.autocast(wrap(func)), W, X)[F16] == 1
+    assert type(mpx.init_scaling(OFF(func), W, X)) is mpx.DynamicLossScaling
+    assert dtypes_in(control_of(OFF(func))) == {F32}
+
+
+def test_functions_inside_are_switched_off_by_themselves():
+    inner, off = mpx.autocast(loss), OFF(loss)
+    assert dtypes_in(OFF(lambda w, x: inner(w, x))) == {BF16}
+    decorated = mpx.autocast(enabled=False)(lambda w, x: loss(w, x))
+    for one in (off, decorated):
+        outer = mpx.autocast(lambda w, x, one=one: one(w, x @ w))
+        assert count_products(outer, W, X) == {F32: 1, BF16: 1}
+
+
+def test_recipes_are_switched_off_too():
+    recipe = mpx.Float8CurrentScaling()
+    w, x = jnp.eye(16), jnp.ones((16, 16))
+    assert OFF(loss, recipe=recipe)(w, x) == loss(w, x)
+    layer = mpx.nn.Linear(16, 16, key=jax.random.key(0))
+
+    def with_layer(layer, x):
+        with mpx.autocast(recipe=recipe, ambient=True):
+            return layer(x).sum()
+
+    def count_low(func):
+        return str(jax.make_jaxpr(func)(layer, x)).count("f8_e4m3")
+
+    assert count_low(with_layer) and not count_low(OFF(with_layer))
+    assert not count_low(lambda *args: control_of(with_layer)(*args).weight)
+    # A recipe with a state has none, and needs none.
+    delayed = OFF(loss, recipe=mpx.DelayedScaling())
+    assert type(mpx.init_scaling(delayed, w, x)) is mpx.NoLossScaling
+    assert delayed(w, x) == loss(w, x)
+
+
+@pytest.mark.slow
+def test_switched_off_weights_in_eight_bits():
+    model = mpx.quantization.quantize_weights({"w": jnp.eye(64)})
+    func = lambda model, x: jnp.mean(x @ model["w"])  # noqa: E731
+    x = jnp.ones((2, 64))
+    assert OFF(func)(model, x) == 1
+    grads = mpx.filter_grad(OFF(func), mpx.NoLossScaling())(model, x).grads
+    assert grads["w"].dtype == jnp.float32
+
+
+@pytest.mark.third_party
+def test_switched_off_objects_of_nnx_change_as_ever():
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    OFF(lambda model, x: model(x))(model, X)
+    assert model.mean[...].tolist() == pytest.approx([0.01] * 4)
+
+    def func(model, x):
+        with mpx.autocast(enabled=True):
+            return model(x)
+
+    with pytest.raises(ValueError, match="enabled=False.*NNX objects"):
+        OFF(func)(model, X)

@@ -1,5 +1,7 @@
 """Rules: which operations they hold for, and what they do."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,11 +10,20 @@ import pytest
 import mpx
 from mpx import Precision, Rule, Rules
 from mpx._autocast import with_rule
-from tests.autocast import blocks
-from tests.autocast.counting import count_products, equations, relative_error
-from tests.helpers import unchecked_annotations
 
-BF16, F32 = ("bfloat16", "bfloat16"), ("float32", "float32")
+from ..helpers import unchecked_annotations
+from . import blocks
+from .counting import (
+    BF16,
+    F32,
+    count_products,
+    equations,
+    given_by,
+    read_by,
+    relative_error,
+)
+
+full = functools.partial(Rule, Precision.FULL)
 
 
 def model(params, x):
@@ -32,13 +43,8 @@ def inputs(getkey):
     return params, jax.random.normal(getkey(), (2, 4))
 
 
-def dtypes_of(rules, args, primitive="dot_general", **options):
-    jaxpr = jax.make_jaxpr(mpx.autocast(model, rules=rules, **options))(*args)
-    return [
-        e.invars[0].aval.dtype.name
-        for e, _ in equations(jaxpr)
-        if e.primitive.name == primitive
-    ]
+def dtypes_of(rules, args):
+    return read_by("dot_general", mpx.autocast(model, rules=rules), *args)
 
 
 HALF, FULL = "bfloat16", "float32"
@@ -69,7 +75,7 @@ HALF, FULL = "bfloat16", "float32"
     ],
 )
 def test_conditions(inputs, conditions, expected):
-    rules = Rules(Rule(Precision.FULL, **conditions))
+    rules = Rules(full(**conditions))
     assert dtypes_of(rules, inputs) == expected
 
 
@@ -85,21 +91,16 @@ def test_conditions(inputs, conditions, expected):
 def test_precisions_of_an_elementwise_operation(inputs, precision, expected):
     exp = lambda params, x: jnp.exp(x)  # noqa: E731
     rules = Rules(Rule(precision, primitive="exp"))
-    jaxpr = jax.make_jaxpr(mpx.autocast(exp, rules=rules))(*inputs)
-    found = [e for e in jaxpr.eqns if e.primitive.name == "exp"]
-    assert [e.invars[0].aval.dtype.name for e in found] == [expected]
+    assert read_by("exp", mpx.autocast(exp, rules=rules), *inputs) == [expected]
 
 
 def test_a_rule_for_products_changes_what_is_rounded_before_them():
-    x = jnp.ones((4, 4))
-
     def dtypes(rules):
         cast = mpx.autocast(lambda x: jnp.maximum(jnp.exp(x), 0.0) @ x, rules=rules)
-        found = [e for e, _ in equations(jax.make_jaxpr(cast)(x))]
-        return [e.outvars[0].aval.dtype for e in found if e.primitive.name == "max"]
+        return given_by("max", cast, jnp.ones((4, 4)))
 
     assert dtypes(Rules()) == [HALF]
-    assert dtypes(Rules(Rule(Precision.FULL, primitive="dot_general"))) == [FULL]
+    assert dtypes(Rules(full(primitive="dot_general"))) == [FULL]
 
 
 def test_what_a_rule_computes_in_half_precision_is_read_so():
@@ -134,14 +135,12 @@ def test_a_rule_does_not_reach_what_a_region_reads():
 
 
 def test_the_first_rule_that_holds_decides(inputs):
-    rules = Rules(
-        Rule(Precision.HALF, scope="layer1"), Rule(Precision.FULL, primitive="dot*")
-    )
+    rules = Rules(Rule(Precision.HALF, scope="layer1"), full(primitive="dot*"))
     assert dtypes_of(rules, inputs) == [HALF, FULL, FULL]
 
 
 def test_products_in_full_precision_have_no_half_operands_on_the_way_back(inputs):
-    rules = Rules(Rule(Precision.FULL, scope="head"))
+    rules = Rules(full(scope="head"))
     loss = lambda p, x: jnp.sum(model(p, x))  # noqa: E731
     counts = count_products(jax.grad(mpx.autocast(loss, rules=rules)), *inputs)
     assert set(counts) == {BF16, F32}
@@ -228,7 +227,7 @@ def test_what_a_rewrite_makes_and_jax_refuses_names_the_function(primitive, rewr
 
 
 def test_a_rule_that_holds_for_nothing(inputs):
-    rules = Rules(Rule(Precision.FULL, scope="decoder"))
+    rules = Rules(full(scope="decoder"))
     half = mpx.autocast(model, rules=rules)
     with pytest.warns(UserWarning, match="no operation: `full for scope deco.*Is a na"):
         jax.jit(half)(*inputs)
@@ -239,106 +238,76 @@ def test_a_rule_that_holds_for_nothing(inputs):
 
 def test_a_rule_that_holds_for_nothing_may_be_for_another_function(inputs):
     """As in an evaluation without the head, in a region, around calls, or by size."""
-    rules = Rules(Rule(Precision.FULL, scope="head"))
+    rules = Rules(full(scope="head"))
     other = lambda params, x: x @ params["head"]  # noqa: E731
     mpx.autocast(model, rules=rules)(*inputs)
     mpx.autocast(other, rules=rules)(*inputs)
 
-    rules = Rules(Rule(Precision.FULL, scope="nowhere"))
+    rules = Rules(full(scope="nowhere"))
     mpx.autocast(other, rules=rules, enabled=False)(*inputs)
     with mpx.autocast(rules=rules, ambient=True):
         mpx.autocast(other)(*inputs)
     mpx.explain(mpx.autocast(other, rules=rules))(*inputs)  # has a finding
-    with_rule(mpx.autocast(other), Rule(Precision.FULL, scope="tried"))(*inputs)
+    with_rule(mpx.autocast(other), full(scope="tried"))(*inputs)
     large = lambda c: c.multiplications > 1e9  # noqa: E731
-    rules = Rules(Rule(Precision.FULL, parameter="*", when=large))
+    rules = Rules(full(parameter="*", when=large))
     mpx.autocast(other, rules=rules)(*inputs)
-    mpx.autocast(other, rules=Rules(Rule(Precision.FULL, primitive="tan")))(*inputs)
+    mpx.autocast(other, rules=Rules(full(primitive="tan")))(*inputs)
 
 
-def test_rules_are_values(inputs):
-    rules = Rules(Rule(Precision.FULL, primitive="exp"))
-    assert rules == Rules(Rule(Precision.FULL, primitive="exp"))
-    assert hash(rules) == hash(Rules(Rule(Precision.FULL, primitive="exp")))
+def test_rules_are_values():
+    rules, other = (Rules(full(primitive="exp")) for _ in range(2))
+    assert rules == other and hash(rules) == hash(other)
     with pytest.raises(AttributeError):
         rules.rules = ()
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: Rule("full", primitive="exp"), TypeError, "must be a `mpx.Precision`"),
-        (
-            lambda: Rule(mpx.DelayedScaling, scope="a"),
-            TypeError,
-            r"`mpx.DelayedScaling\(\)",
-        ),
-        (lambda: Rule(jnp.float32, scope="a"), TypeError, "must be a `mpx.Precision`"),
-        (lambda: Rule(None, scope="a"), TypeError, "got None"),
-        (lambda: Rule(Precision.FULL), ValueError, "`parameter` or `when`. For every"),
-        (
-            lambda: Rule(Precision.FULL, ["exp", "log"]),
-            TypeError,
-            r"tuple.*\['exp', 'lo",
-        ),
-        (
-            lambda: Rule(Precision.FULL, 3),
-            TypeError,
-            "`primitive` of `mpx.Rule`.*int 3",
-        ),
-        (lambda: Rule(Precision.FULL, ("exp", 3)), TypeError, r"got \('exp', 3\)"),
-        (lambda: Rule(Precision.FULL, ()), ValueError, r"must not be empty; got \(\)"),
-        (
-            lambda: Rule(Precision.FULL, scope=["a"]),
-            TypeError,
-            "`scope`.*must be a text",
-        ),
-        (lambda: Rule(Precision.FULL, scope=("a",)), TypeError, r"text; got \('a',\)"),
-        (lambda: Rule(Precision.FULL, scope=""), ValueError, "`scope`.*not be empty"),
-        (
-            lambda: Rule(Precision.FULL, parameter=0),
-            TypeError,
-            "`parameter`.*got int 0",
-        ),
-        (lambda: Rule(Precision.FULL, when=3), TypeError, "`when` of `mpx.Rule`"),
-        (lambda: Rules(Precision.FULL), TypeError, "needs `mpx.Rule`s"),
-        (lambda: Rules(looks_ahead="no"), TypeError, "`looks_ahead`.*True or False"),
-        (lambda: mpx.autocast(model, rules=[]), TypeError, "must be `mpx.Rules`"),
-        (
-            lambda: mpx.autocast(model, residual_stream="bfloat16"),
-            ValueError,
-            '"full" or "half"',
-        ),
+WRONG = {
+    TypeError: [
+        (lambda: Rule("full", primitive="exp"), "must be a `mpx.Precision`"),
+        (lambda: Rule(mpx.DelayedScaling, scope="a"), r"`mpx.DelayedScaling\(\)"),
+        (lambda: Rule(jnp.float32, scope="a"), "must be a `mpx.Precision`"),
+        (lambda: Rule(None, scope="a"), "got None"),
+        (lambda: full(["exp", "log"]), r"tuple.*\['exp', 'lo"),
+        (lambda: full(3), "`primitive` of `mpx.Rule`.*int 3"),
+        (lambda: full(("exp", 3)), r"got \('exp', 3\)"),
+        (lambda: full(scope=["a"]), "`scope`.*must be a text"),
+        (lambda: full(scope=("a",)), r"text; got \('a',\)"),
+        (lambda: full(parameter=0), "`parameter`.*got int 0"),
+        (lambda: full(when=3), "`when` of `mpx.Rule`"),
+        (lambda: Rules(Precision.FULL), "needs `mpx.Rule`s"),
+        (lambda: Rules(looks_ahead="no"), "`looks_ahead`.*True or False"),
+        (lambda: mpx.autocast(model, rules=[]), "must be `mpx.Rules`"),
     ],
+    ValueError: [
+        (lambda: full(), "`parameter` or `when`. For every"),
+        (lambda: full(()), r"must not be empty; got \(\)"),
+        (lambda: full(scope=""), "`scope`.*not be empty"),
+        (lambda: mpx.autocast(model, residual_stream="bfloat16"), '"full" or "half"'),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "match"),
+    [(error, *case) for error, cases in WRONG.items() for case in cases],
 )
-def test_errors(call, error, match):
+def test_wrong_rules_are_errors(error, call, match):
     with unchecked_annotations(), pytest.raises(error, match=match):
         call()
 
 
 def test_weights_may_be_another_argument(inputs):
     params, x = inputs
-    rules = Rules(Rule(Precision.FULL, parameter="*head*"))
-    for weights, swapped, expected in (
-        (0, False, [HALF, HALF, FULL]),
-        (1, False, [HALF, HALF, HALF]),
-        (1, True, [HALF, HALF, FULL]),
-        (("params",), None, [HALF, HALF, FULL]),
+    cast = functools.partial(mpx.autocast, rules=Rules(full(parameter="*head*")))
+    by_name = cast(lambda x, *, params: model(params, x), weights=("params",))
+    for func, args, expected in (
+        (cast(model, weights=0), (params, x), [HALF, HALF, FULL]),
+        (cast(model, weights=1), (params, x), [HALF, HALF, HALF]),
+        (cast(lambda x, p: model(p, x), weights=1), (x, params), [HALF, HALF, FULL]),
+        (lambda p, x: by_name(x, params=p), (params, x), [HALF, HALF, FULL]),
     ):
-        func = (lambda x, p: model(p, x)) if swapped else (lambda p, x: model(p, x))
-        if swapped is None:
-            func = lambda x, *, params: model(params, x)  # noqa: E731
-        cast = mpx.autocast(func, rules=rules, weights=weights)
-        if swapped is None:
-            jaxpr = jax.make_jaxpr(lambda p, x, c=cast: c(x, params=p))(params, x)
-        else:
-            jaxpr = jax.make_jaxpr(cast)(*((x, params) if swapped else (params, x)))
-        found = [
-            e.invars[0].aval.dtype.name
-            for e, _ in equations(jaxpr)
-            if e.primitive.name == "dot_general"
-        ]
-        assert found == expected
+        assert read_by("dot_general", func, *args) == expected
 
 
 def test_a_parameter_is_known_through_scan_and_jit(inputs):
@@ -350,7 +319,7 @@ def test_a_parameter_is_known_through_scan_and_jit(inputs):
         return jax.lax.scan(step, x, p["stack"])[0] @ p["last"]
 
     args = {"stack": stacked, "last": params["head"]}, x
-    rules = Rules(Rule(Precision.FULL, parameter="*stack*"))
+    rules = Rules(full(parameter="*stack*"))
     counts = count_products(mpx.autocast(func, rules=rules), *args)
     assert counts == {F32: 3, BF16: 1}
 
@@ -370,9 +339,8 @@ def test_pytorchs_lists_let_the_square_root_follow():
     x = jnp.ones((4, 4))
 
     def dtype(**options):
-        jaxpr = jax.make_jaxpr(mpx.autocast(func, **options))(x)
-        (sqrt,) = [e for e, _ in equations(jaxpr) if e.primitive.name == "sqrt"]
-        return sqrt.invars[0].aval.dtype.name
+        (found,) = read_by("sqrt", mpx.autocast(func, **options), x)
+        return found
 
     assert dtype() == "float32" and dtype(rules=Rules.like_pytorch()) == "bfloat16"
 
@@ -414,7 +382,7 @@ def test_a_rule_for_what_only_moves_data_holds_for_nothing(primitive):
     def func(w, i):
         return jnp.sum((w @ w).T[i][1:])
 
-    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive=primitive))
+    rules = Rules(full(primitive=primitive))
     args = jnp.ones((4, 4)), jnp.arange(2)
     report = mpx.explain(mpx.autocast(func, rules=rules))(*args)
     assert f"`full for primitive {primitive}` matched nothing" in str(report)

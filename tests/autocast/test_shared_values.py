@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import mpx
-from tests.autocast.counting import relative_error
+
+from .counting import relative_error
 
 WIDTH, STEPS = 16, 10
 ONE = {
@@ -27,7 +28,6 @@ TWO = {"add": jnp.add, "subtract": lambda a, b: a - b / 2, "multiply": jnp.multi
 
 
 def program(seed):
-    """A loss of weights and data, and both of these."""
     draw = random.Random(seed)
     steps = [
         (draw.choice(["product", *TWO, *draw.sample(list(ONE), 3)]),)

@@ -12,7 +12,7 @@ from jax import lax
 import mpx
 
 from ..helpers import slow_but
-from .counting import equations
+from .counting import named, read_by
 
 LAYERS, WIDTH = 4, 16
 X = np.random.default_rng(1).normal(size=(8, WIDTH)).astype(np.float32)
@@ -64,13 +64,8 @@ OTHERS = {
 
 
 def casts_whole(func, *args, **options):
-    """Whether something casts a whole stack."""
-    program = jax.make_jaxpr(mpx.autocast(func, **options))(*args)
-    return any(
-        equation.primitive.name == "convert_element_type"
-        and equation.invars[0].aval.shape == STACK.shape
-        for equation, _ in equations(program)
-    )
+    casts = named("convert_element_type", mpx.autocast(func, **options), *args)
+    return any(e.invars[0].aval.shape == STACK.shape for e in casts)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +85,12 @@ def test_a_stack_that_is_read_otherwise_is_cast_at_each_use(name):
 
 
 def test_a_stack_that_something_reads_in_float32_stays_so():
-    def with_penalty(stack, x):
-        return by(CUTS["index"])(stack, x) + jnp.sum(jnp.square(stack))
-
-    def with_a_slice_of_it(stack, x):
-        return by(CUTS["index"])(stack, x) + jnp.sum(jnp.square(stack[0]))
-
-    def returned(stack, x):
-        return by(CUTS["index"])(stack, x), stack[1]
-
-    for func in (with_penalty, with_a_slice_of_it, returned):
+    indexed = by(CUTS["index"])
+    for func in (
+        lambda stack, x: indexed(stack, x) + jnp.sum(jnp.square(stack)),
+        lambda stack, x: indexed(stack, x) + jnp.sum(jnp.square(stack[0])),
+        lambda stack, x: (indexed(stack, x), stack[1]),
+    ):
         assert not casts_whole(func, STACK, X)
 
 
@@ -112,12 +103,9 @@ def test_a_stack_of_stacks_is_cast_once_in_nested_loops():
         return jnp.sum(x)
 
     both = STACK.reshape(2, 2, WIDTH, WIDTH)
-    program = jax.make_jaxpr(mpx.autocast(func))({"w": both, "v": both}, X)
-    casts = [
-        e.invars[0].aval.shape
-        for e, _ in equations(program)
-        if e.primitive.name == "convert_element_type" and e.invars[0].aval.ndim > 1
-    ]
+    args = {"w": both, "v": both}, X
+    found = named("convert_element_type", mpx.autocast(func), *args)
+    casts = [e.invars[0].aval.shape for e in found]
     assert casts.count(both.shape) == 2
     assert (WIDTH, WIDTH) not in casts
 
@@ -130,8 +118,7 @@ def test_a_scan_over_groups_that_a_loop_cuts_takes_them_cast():
         return jnp.sum(lax.scan(group, x, stack)[0])
 
     both = STACK.reshape(2, 2, WIDTH, WIDTH)
-    program = jax.make_jaxpr(mpx.autocast(func, target="h100"))(both, X)
-    (scan,) = [e for e, _ in equations(program) if e.primitive.name == "scan"]
+    (scan,) = named("scan", mpx.autocast(func, target="h100"), both, X)
     assert scan.invars[-1].aval.dtype == jnp.bfloat16
 
 
@@ -171,10 +158,8 @@ def test_gradients_of_a_slice_that_is_used_often_are_summed_in_float32():
 
 
 def test_gradients_of_a_cut_stack_travel_in_half_precision():
-    program = jax.make_jaxpr(jax.grad(mpx.autocast(by(CUTS["index"]))))(STACK, X)
-    pads = [e for e, _ in equations(program) if e.primitive.name == "pad"]
-    assert len(pads) == LAYERS
-    assert {e.outvars[0].aval.dtype for e in pads} == {jnp.dtype(jnp.bfloat16)}
+    dtypes = read_by("pad", jax.grad(mpx.autocast(by(CUTS["index"]))), STACK, X)
+    assert dtypes == ["bfloat16"] * LAYERS
 
 
 def test_a_recipe_quantizes_what_is_cast_before_the_cut():

@@ -14,25 +14,18 @@ from jax.sharding import AxisType, PartitionSpec as P
 import mpx
 from mpx._program.equations import equations
 
+from .counting import pairs, read_by
+
 DTYPES = ("bfloat16", "float16")
 
 
 def error(found, exact):
-    """The largest relative error of several arrays, by norm."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
-    errors = [jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in pairs]
-    return max(map(float, errors))
+    norm, both = jnp.linalg.norm, pairs(found, exact)
+    return max(float(norm(a - b) / norm(b)) for a, b in both)
 
 
 def derived(func, *args):
-    """The value of a loss, and its gradients by all arguments."""
     return jax.value_and_grad(func, tuple(range(len(args))))(*args)
-
-
-def dtypes_of(primitive, func, *args):
-    """The dtype of the first operand of each such operation of a program."""
-    found = equations(jax.make_jaxpr(func)(*args))
-    return [str(e.invars[0].aval.dtype) for e in found if e.primitive.name == primitive]
 
 
 # --- Products of sparse matrices ------------------------------------------------------
@@ -133,9 +126,7 @@ def test_a_sparse_product_keeps_half_precision_for_its_backward_pass():
 
 def test_a_sparse_product_has_rules_a_derivative_forward_and_infinities():
     matrix, h = hub("BCOO"), jnp.full((MANY, 1), 60.02)
-
-    def multiply(h):
-        return matrix @ h
+    multiply = matrix.__matmul__
 
     tangent = jax.jvp(mpx.autocast(multiply), (h,), (h,))[1]
     assert error(tangent, multiply(h)) < 0.01
@@ -241,7 +232,7 @@ def test_the_derivative_of_a_gather_over_an_axis_of_vmap_sums_in_float32():
     found = []
 
     def look(w, x):
-        found[:] = dtypes_of("reduce_scatter", gradient, w, x)
+        found[:] = read_by("reduce_scatter", gradient, w, x)
         return x
 
     over_examples(look)(jnp.eye(8), jnp.ones((ROWS, 8)))
@@ -257,7 +248,7 @@ def test_sums_over_devices_travel_as_they_come():
         return jax.shard_map(f, mesh=mesh, check_vma=check_vma, **specs)
 
     def dtypes(program, primitive="psum"):
-        return dtypes_of(primitive, program, x)
+        return read_by(primitive, program, x)
 
     def over(axes, out=0):
         f = lambda x: jax.lax.psum(x @ w, axes)  # noqa: E731
@@ -278,9 +269,7 @@ def test_sums_over_devices_travel_as_they_come():
 
 
 def test_a_named_sum_in_half_precision_is_found():
-    def mean(x):
-        return jax.lax.pmean(x, "batch")
-
+    mean = lambda x: jax.lax.pmean(x, "batch")  # noqa: E731
     half = jax.ShapeDtypeStruct((ROWS, 8), jnp.bfloat16)
     report = mpx.explain(jax.vmap(mean, axis_name="batch"))(half)
     assert [o.finding for o in report.findings] == ["psum in bfloat16"]

@@ -8,17 +8,15 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from tests.autocast.counting import relative_error
-from tests.helpers import unchecked_annotations
+
+from ..helpers import unchecked_annotations
+from .counting import relative_error
+
+NONE = mpx.NoLossScaling()
 
 
 def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-
-@pytest.fixture
-def inputs(getkey):
-    return jax.random.normal(getkey(), (8, 8)), jax.random.normal(getkey(), (4, 8))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +63,7 @@ def test_scaled_gradients_of_ones_own(inputs):
     ],
 )
 def test_it_is_seen_through_jit_and_partial(inputs, hide):
-    func = hide(mpx.autocast(loss))
-    result = mpx.filter_grad(func, mpx.NoLossScaling())(*inputs)
+    result = mpx.filter_grad(hide(mpx.autocast(loss)), NONE)(*inputs)
     assert relative_error(result.grads, jax.grad(loss)(*inputs)) < 4e-2
 
 
@@ -74,18 +71,17 @@ def test_a_hidden_autocast_function_says_so(inputs):
     cast = mpx.autocast(loss)
     hidden = lambda w, x: cast(w, x)  # noqa: E731
     with pytest.raises(ValueError, match=r"`mpx.filter_grad` has cast them to float16"):
-        mpx.filter_grad(hidden, mpx.NoLossScaling())(*inputs)
-    result = mpx.filter_grad(hidden, mpx.NoLossScaling(), policy="full")(*inputs)
+        mpx.filter_grad(hidden, NONE)(*inputs)
+    result = mpx.filter_grad(hidden, NONE, policy="full")(*inputs)
     assert relative_error(result.grads, jax.grad(cast)(*inputs)) == 0
     assert relative_error(cast(*inputs), loss(*inputs)) < 1e-2  # and it is over
 
 
 @pytest.mark.parametrize("option", [{"policy": "full"}, {"keep": lambda path, x: True}])
 def test_options_about_casting_inputs_are_refused(option):
-    with pytest.raises(
-        ValueError, match=f"`{next(iter(option))}` of `mpx.filter_grad`"
-    ):
-        mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling(), **option)
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` of `mpx.filter_grad`"):
+        mpx.filter_grad(mpx.autocast(loss), NONE, **option)
 
 
 def test_micro_batches_and_retries(inputs):
@@ -101,21 +97,18 @@ def test_the_scaling_that_a_function_needs(inputs):
     w, x = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs)
     half = jax.ShapeDtypeStruct(w.shape, jnp.float16)
     hidden = lambda w, x: mpx.autocast(loss, "float16")(w, x)  # noqa: E731
-    in_scan = lambda w, x: jax.lax.scan(  # noqa: E731
-        lambda c, _: (jnp.tanh(c.astype(jnp.float16)).astype(c.dtype), None),
-        x @ w,
-        length=2,
-    )[0]
-    for func, args, kind in (
-        (mpx.autocast(loss, "float16"), (w, x), mpx.DynamicLossScaling),
-        (mpx.autocast(loss, "bfloat16"), (w, x), mpx.NoLossScaling),
-        (jax.jit(mpx.autocast(loss, "float16")), (w, x), mpx.DynamicLossScaling),
-        (hidden, (w, x), mpx.DynamicLossScaling),
-        (in_scan, (w, x), mpx.DynamicLossScaling),
-        (loss, (w, x), mpx.DynamicLossScaling),  # the explicit style
-        (loss, (half, half), mpx.DynamicLossScaling),
-        (loss, inputs, mpx.DynamicLossScaling),
+    half_step = lambda c, _: (jnp.tanh(c.astype("float16")).astype(c.dtype), None)  # noqa: E731
+    in_scan = lambda w, x: jax.lax.scan(half_step, x @ w, length=2)[0]  # noqa: E731
+    assert type(mpx.init_scaling(mpx.autocast(loss, "bfloat16"), w, x)) is type(NONE)
+    for func, args in (
+        (mpx.autocast(loss, "float16"), (w, x)),
+        (jax.jit(mpx.autocast(loss, "float16")), (w, x)),
+        (hidden, (w, x)),
+        (in_scan, (w, x)),
+        (loss, (w, x)),  # the explicit style
+        (loss, (half, half)),
+        (loss, inputs),
     ):
-        assert type(mpx.init_scaling(func, *args)) is kind
+        assert type(mpx.init_scaling(func, *args)) is mpx.DynamicLossScaling
     with unchecked_annotations(), pytest.raises(TypeError, match="needs the function"):
         mpx.init_scaling(3)

@@ -13,23 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpx
-from tests.autocast.counting import count_products, relative_error
 
-BF16 = ("bfloat16", "bfloat16")
-F16 = ("float16", "float16")
-F32 = ("float32", "float32")
+from ..helpers import unchecked_annotations
+from .counting import BF16, F16, F32, count_products, relative_error
 
 
 def product(w, x):
     """Multiplies."""
     return x @ w
-
-
-@pytest.fixture
-def inputs(getkey):
-    return jax.random.normal(getkey(), (8, 8)), jax.random.normal(getkey(), (4, 8))
 
 
 def test_it_is_a_transform_and_a_decorator(inputs):
@@ -44,16 +38,6 @@ def test_it_is_a_transform_and_a_decorator(inputs):
         assert count_products(func, *inputs) == {dtypes: 1}
         assert func.__name__ == "product" and func.__doc__ == "Multiplies."
         assert func.__wrapped__ is product
-
-
-def test_a_layer_with_a_dtype_is_a_function():
-    class Layer(eqx.Module):
-        dtype: Any = eqx.field(static=True, default=jnp.float32)
-
-        def __call__(self, x):
-            return x @ x
-
-    assert count_products(mpx.autocast(Layer()), jnp.ones((2, 2))) == {BF16: 1}
 
 
 def test_weights_of_a_callable_tree_are_seen(getkey):
@@ -87,14 +71,9 @@ def test_results_keep_their_dtypes(inputs):
     def func(w, x):
         return x @ w, (x @ w).astype(jnp.float16), (x @ w) > 0, jnp.argmax(x @ w), x
 
-    expected = jax.eval_shape(func, w, x)
-    got = jax.eval_shape(mpx.autocast(func), w, x)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), got) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), expected
-    )
-    assert jax.tree.map(lambda a: a.dtype, mpx.autocast(func)(w, x)) == jax.tree.map(
-        lambda a: a.dtype, expected
-    )
+    cast, expected = mpx.autocast(func), jax.eval_shape(func, w, x)
+    assert jax.eval_shape(cast, w, x) == expected
+    assert [a.dtype for a in cast(w, x)] == [a.dtype for a in expected]
 
 
 def test_wide_narrow_and_complex_numbers_are_not_touched(inputs):
@@ -124,21 +103,15 @@ def test_keys_and_integers_pass(getkey):
     assert got[1] == 4 and relative_error(got[2], expected[2]) < 1e-2
 
 
-def test_half_precision_of_the_users_own_is_kept(inputs):
-    w, x = inputs
-
-    def func(w, x):
+def test_a_precision_of_the_users_own_is_kept(inputs):
+    def half(w, x):
         return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
 
-    assert count_products(mpx.autocast(func), w, x) == {F16: 1}
-
-
-def test_an_explicit_precision_is_kept(inputs):
-    w, x = inputs
+    assert count_products(mpx.autocast(half), *inputs) == {F16: 1}
     exact = lambda w, x: jnp.matmul(x, w, precision="highest")  # noqa: E731
-    assert count_products(mpx.autocast(exact), w, x) == {("float32", "float32"): 1}
+    assert count_products(mpx.autocast(exact), *inputs) == {F32: 1}
     with jax.default_matmul_precision("highest"):  # says nothing of this product
-        assert count_products(mpx.autocast(product), w, x) == {BF16: 1}
+        assert count_products(mpx.autocast(product), *inputs) == {BF16: 1}
 
 
 def test_it_traces_once_for_each_dtype(inputs):
@@ -188,30 +161,30 @@ def test_transforms_outside_and_inside(inputs, checking_leaks):
 
 def test_collectives_of_a_vmap_pass(inputs):
     w, x = inputs
+    mapped = functools.partial(jax.vmap, in_axes=(None, 0), axis_name="batch")
 
     def func(w, row):
         y = row @ w
         return y - jax.lax.pmean(y, "batch")
 
-    for cast in (
-        jax.vmap(mpx.autocast(func), in_axes=(None, 0), axis_name="batch"),
-        mpx.autocast(jax.vmap(func, in_axes=(None, 0), axis_name="batch")),
-    ):
-        expected = jax.vmap(func, in_axes=(None, 0), axis_name="batch")(w, x)
-        assert relative_error(cast(w, x), expected) < 2e-2
+    for cast in (mapped(mpx.autocast(func)), mpx.autocast(mapped(func))):
+        assert relative_error(cast(w, x), mapped(func)(w, x)) < 2e-2
 
 
-def test_partial_and_bound_methods(inputs):
+def test_layers_partials_and_bound_methods_are_functions(inputs):
     w, x = inputs
 
     class Model:
-        def __init__(self):
-            self.w = w
+        def __call__(self, x):
+            return x @ w
+
+    class Layer(eqx.Module):
+        dtype: Any = eqx.field(static=True, default=jnp.float32)
 
         def __call__(self, x):
-            return x @ self.w
+            return x @ x.T
 
-    for func in (functools.partial(product, w), Model(), Model().__call__):
+    for func in (functools.partial(product, w), Model(), Model().__call__, Layer()):
         assert count_products(mpx.autocast(func), x) == {BF16: 1}
 
 
@@ -305,3 +278,106 @@ def test_weakly_typed_results_are_differentiated_like_others(inputs):
     func = mpx.autocast(lambda rate, w, x: 2.0 * rate)
     assert jax.grad(func)(rate, w, x) == 2.0
     assert jax.jvp(lambda r: func(r, w, x), (rate,), (rate,))[1] == 4.0
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+cast = mpx.autocast
+WRONG = {
+    TypeError: [
+        (lambda: cast(jnp.float16), "keywords only.*dtype=jnp.floa"),
+        (lambda: cast("bfloat16"), "got the dtype bfloat16"),
+        (lambda: cast(3), "needs a function; got int 3"),
+        (lambda: cast(product, jnp.int8), "got int8"),
+        (
+            lambda: cast(product, mpx.DelayedScaling()),
+            r"needs a dtype here.*func, recipe=mpx.DelayedScaling\(\)\)`",
+        ),
+        (
+            lambda: cast(product, mpx.DelayedScaling(margin=1)),
+            r"recipe=mpx.DelayedScaling\(\.\.\.\)",
+        ),
+        (lambda: cast(product, mpx.MXFP8BlockScaling), "recipe=mpx.MX"),
+        (lambda: cast(mpx.DelayedScaling()), "needs a function here"),
+        (
+            lambda: cast(product, recipe=mpx.DelayedScaling),
+            r"not its class.*Call it: `recipe=mpx.DelayedScaling\(\)`",
+        ),
+        (lambda: cast(recipe=mpx.DelayedScaling), "not its class"),
+        (lambda: cast(product, enabled="no"), "`enabled`.*str 'no'"),
+        (lambda: cast(product, enabled=0), "True or False; got int 0"),
+        (lambda: cast(product, strict="yes"), "`strict`.*True or Fa"),
+        (lambda: cast(ambient="yes"), "`ambient`.*True or False"),
+        (lambda: cast(jnp.dot, ambient=True), "got a function"),
+    ],
+    ValueError: [
+        (lambda: cast(product, "float8_e4m3fn"), "float8_e4m3fn"),
+        (lambda: cast(product, "half precision"), "needs a dtype; got"),
+        (
+            lambda: cast(product, residuals="tiny"),
+            '`residuals` .* "small" or "fast"; got',
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "match"),
+    [(error, *case) for error, cases in WRONG.items() for case in cases],
+)
+def test_wrong_arguments_are_errors(error, call, match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        call()
+
+
+def decides(model, images, *, scale=1.0):
+    if jnp.sum(images @ model["w"]) > 0:
+        return jnp.sum(images) * scale
+    return jnp.sum(images)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        cast(decides),
+        jax.jit(cast(decides)),
+        jax.grad(cast(decides)),
+        cast(functools.partial(decides, scale=2.0)),
+        mpx.filter_grad(cast(decides), mpx.NoLossScaling()),
+        mpx.explain(cast(decides)),
+        mpx.explain(decides),
+    ],
+)
+def test_an_error_of_tracing_names_the_function_of_the_user(made, inputs):
+    """An `if` on a value: JAX says in which function, and on which arguments."""
+    error = jax.errors.TracerBoolConversionError
+    match = r"function decides at .*test_transform.py.* arguments model_w and images\."
+    with pytest.raises(error, match=match):
+        made({"w": inputs[0]}, inputs[1])
+
+
+def test_an_error_of_tracing_names_the_method_of_a_layer(inputs):
+    class Layer(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, images):
+            return images if jnp.sum(images @ self.weight) > 0 else -images
+
+    class Module(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(w)
+
+        def __call__(self, images):
+            return images if jnp.sum(images @ self.weight[...]) > 0 else -images
+
+    def apply(model, images):
+        return model(images)
+
+    w, x = inputs
+    for func, args, match in (
+        (Layer(w), (x,), r"__call__ at .*transform.py.* weight and images\."),
+        (apply, (Module(), x), "apply at .* model_weight and images"),
+        (Module(), (x,), "function __call__ at .*test_transform"),
+    ):
+        with pytest.raises(jax.errors.TracerBoolConversionError, match=match):
+            cast(func)(*args)

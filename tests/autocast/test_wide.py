@@ -16,7 +16,7 @@ from mpx._quantize import read_target
 from mpx._settings._settings import Settings
 from mpx._tools._counter._hlo import computations
 
-from .counting import equations, relative_error
+from .counting import named, pairs, relative_error
 
 TURNS, WIDTH, ROWS = 13, 8, 3  # no other size is a multiple of the turns
 only_where_it_widens = pytest.mark.skipif(
@@ -127,14 +127,12 @@ def forward(loss):
 
 
 def forward_over_reverse(loss):
-    return lambda *args: jax.jvp(reverse(loss), args, args)
+    return forward(reverse(loss))
 
 
 def reverse_over_reverse(loss):
-    def slope(*args):
-        return sum(map(jnp.sum, jax.tree.leaves(reverse(loss)(*args))))
-
-    return reverse(slope)
+    gradient = reverse(loss)
+    return reverse(lambda *args: sum(map(jnp.sum, jax.tree.leaves(gradient(*args)))))
 
 
 def casts_of_stacks(func, *args):
@@ -194,8 +192,7 @@ def test_derivatives_are_those_of_other_targets(name, derivative):
     exact = derivative(loss)(*arguments())
     for target in ("cpu", "h100"):
         found = derivative(mpx.autocast(loss, target=target))(*arguments())
-        for a, b in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-            assert relative_error(a, b) < 2e-2
+        assert all(relative_error(a, b) < 2e-2 for a, b in pairs(found, exact))
 
 
 def test_loops_keep_float32_under_vmap_and_shard_map_too():
@@ -211,7 +208,7 @@ def test_loops_keep_float32_under_vmap_and_shard_map_too():
     expected = jax.grad(cast)(w, x)
     many = jax.vmap(jax.grad(cast), (None, 0))(w, x[None])
     for found in (jax.grad(split)(w, x), jax.tree.map(lambda a: a[0], many)):
-        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        for a, b in pairs(found, expected):
             np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)
 
 
@@ -220,7 +217,7 @@ def test_infinities_stay_what_they_are():
     x = x.at[1, 0, 0].set(jnp.inf)
     losses = (mpx.autocast(loss_of(recurrent), target=t) for t in ("cpu", "h100"))
     ours, others = (jax.grad(loss)(w, x) for loss in losses)
-    for a, b in zip(*map(jax.tree.leaves, (ours, others)), strict=True):
+    for a, b in pairs(ours, others):
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
 
 
@@ -230,8 +227,7 @@ def test_infinities_stay_what_they_are():
 )
 def test_other_targets_and_float16_stack_what_is_half(target, dtype):
     loss = mpx.autocast(loss_of(LOOPS["layers"]), dtype, target=target)
-    program = jax.make_jaxpr(jax.grad(loss))(*arguments())
-    loops = (e for e, _ in equations(program) if e.primitive.name == "scan")
+    loops = named("scan", jax.grad(loss), *arguments())
     stacked = {v.aval.dtype for e in loops for v in e.outvars if v.aval.ndim == 3}
     is_wide = WIDENS_STACKS and target == "cpu" and dtype == jnp.bfloat16
     assert (jnp.dtype(dtype) in stacked) == (not is_wide)

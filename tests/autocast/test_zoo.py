@@ -29,17 +29,14 @@ def differentiated(found: Program, fn: Function, dtype: str) -> Function:
 
 
 def inside(found: Program, fn: Function, dtype: str) -> Function:
-    """The gradient of what autocast makes of the function."""
     return differentiated(found, mpx.autocast(fn, dtype), dtype)
 
 
 def outside(found: Program, fn: Function, dtype: str) -> Function:
-    """What autocast makes of the gradient of the function."""
     return mpx.autocast(differentiated(found, fn, dtype), dtype)
 
 
 def plain(found: Program, fn: Function, dtype: str) -> Function:
-    """The gradient of the function, without autocast."""
     return differentiated(found, fn, dtype)
 
 
@@ -47,20 +44,13 @@ WAYS = {"plain": plain, "inside": inside, "outside": outside}
 
 
 class Traced(NamedTuple):
-    """A gradient that was traced: to be counted in, and to be compiled.
-
-    Attributes:
-        program: What `jax.jit` traced: a function of arrays.
-        arrays: The arrays among its arguments.
-        others: What it returns besides arrays.
-    """
+    """A traced gradient, the arrays among its arguments, and its other results."""
 
     program: Any
     arrays: Any
     others: Any
 
     def __call__(self) -> Any:
-        """Compiles it and calls it."""
         compiled = self.program.lower().compile()
         return eqx.combine(compiled(self.arrays), self.others)
 
@@ -111,12 +101,12 @@ ONE_OF_EACH_KIND = (
 
 
 def each_program(names: Iterable[str]) -> pytest.MarkDecorator:
-    params = [
-        pytest.param(
-            name, marks=pytest.mark.third_party if PROGRAMS[name].third_party else ()
-        )
-        for name in names
-    ]
+    params = []
+    for name in names:
+        is_one = name in ONE_OF_EACH_KIND
+        marks = [pytest.mark.slow if is_one else pytest.mark.exhaustive]
+        marks += [pytest.mark.third_party] * PROGRAMS[name].third_party
+        params.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("name", params)
 
 
@@ -138,7 +128,6 @@ OTHERS = (
 
 
 def kinds(tree: Any) -> Any:
-    """The structure of a tree, and the kind of each leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(x.dtype, x.shape) if eqx.is_array(x) else x for x in leaves]
 
@@ -163,26 +152,17 @@ def assert_close(found: Program, dtype: str, got: Any) -> None:
     assert relative_error(grads, expected_grads) <= tolerance.gradient
 
 
-@pytest.mark.slow
-@each_program(ONE_OF_EACH_KIND)
+@each_program(PROGRAMS)
 def test_gradient_of_autocast(name, found):
     assert_close(found, "float16", traced(name, "inside", "float16")())
 
 
-@pytest.mark.exhaustive
-@each_program(name for name in PROGRAMS if name not in ONE_OF_EACH_KIND)
-def test_gradient_of_autocast_of_the_others(name, found):
-    assert_close(found, "float16", traced(name, "inside", "float16")())
-
-
-@pytest.mark.slow
 @each_program(ONE_OF_EACH_KIND[::3])
 def test_autocast_of_the_gradient(name, found):
     assert_close(found, "bfloat16", traced(name, "outside", "bfloat16")())
     assert_products(found, "outside", "bfloat16")
 
 
-@pytest.mark.slow
 @each_program(ONE_OF_EACH_KIND[1::4])
 def test_eager(name, found):
     """Operation by operation: slow, no different in float16, nor in a like program."""

@@ -19,8 +19,6 @@ mean = mpx.force_full_precision(jnp.mean, jnp.float32)
 
 
 class Normed(nnx.Module):
-    """Batch normalization, dropout, a plain array and a counter."""
-
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(4, WIDTH, rngs=rngs) for _ in range(1)])
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)
@@ -38,8 +36,6 @@ class Normed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A residual block with layer norm and dropout."""
-
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -108,7 +104,6 @@ MODELS = {
 
 
 def loss_fn(model, x, y):
-    """The mean squared error, with the predictions as aux."""
     prediction = model(x)
     return mean((prediction - y) ** 2), prediction
 
@@ -119,20 +114,17 @@ def batch(seed, size=8):
 
 
 def make(name, optimizer=None, seed=0):
-    """A model and its optimizer."""
     model = MODELS[name](nnx.Rngs(seed))
     return model, nnx.Optimizer(model, optimizer or optax.adam(1e-2), wrt=nnx.Param)
 
 
 def plain_step(model, optimizer, scaling, x, y):
-    """The training step with NNX alone."""
     (value, aux), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, x, y)
     optimizer.update(model, grads)
     return value, aux, grads, scaling
 
 
 def mpx_step(model, optimizer, scaling, x, y, **options):
-    """The same step with mpx."""
     result = mpx.nnx.value_and_grad(loss_fn, scaling, has_aux=True, **options)(
         model, x, y
     )

@@ -48,17 +48,12 @@ PLAIN_LOSS = nnx.jit(plain_loss)
 
 
 def products(func, *args):
-    """The dtypes of the operands of all matrix products and convolutions."""
     text = str(jax.make_jaxpr(func)(*args))
     kinds = re.compile(r":(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)")
     return [match.group(1) for match in kinds.finditer(text)]
 
 
-@pytest.mark.parametrize(("name", "half"), slow_but(CASES[:2], CASES))
-def test_a_training_step(name, half):
-    dtype, tolerance = HALF[half]
-    scaling = mpx.DynamicLossScaling(2.0**10)
-
+def half_step(dtype):
     @nnx.jit
     def step(model, optimizer, scaling, x, y):
         loss = mpx.autocast(plain_loss, dtype)
@@ -66,16 +61,22 @@ def test_a_training_step(name, half):
         mpx.nnx.update(optimizer, model, result.grads, result.finite)
         return result.value, result.aux, result.grads, result.scaling
 
+    return step
+
+
+@pytest.mark.parametrize(("name", "half"), slow_but(CASES[:2], CASES))
+def test_a_training_step_of_autocast(name, half):
+    dtype, tolerance = HALF[half]
+    scaling, step = mpx.DynamicLossScaling(2.0**10), half_step(dtype)
+
     (a, optimizer_a), (b, optimizer_b) = make(name), make(name)
     expected = PLAIN_STEP(a, optimizer_a, None, *batch(0))
     got = step(b, optimizer_b, scaling, *batch(0))
     assert int(got[3].steps) == 1 and int(got[3].skipped) == 0
     assert_equal(got[:3], expected[:3], tolerance)
     assert got[0] != expected[0]  # something was rounded
-    rest = [
-        nnx.filter_state(nnx.state(nodes)[0], nnx.Not(nnx.Param))
-        for nodes in ((b, optimizer_b), (a, optimizer_a))
-    ]
+    states = (nnx.state((b, optimizer_b)), nnx.state((a, optimizer_a)))
+    rest = [nnx.filter_state(state[0], nnx.Not(nnx.Param)) for state in states]
     assert_equal(*rest, tolerance)
     assert int(optimizer_b.step[...]) == 1
     # A bad step leaves everything as it was.
@@ -190,13 +191,9 @@ def test_options_of_the_gradient_functions():
     x, y = batch(0)
     for i in range(4):
         PLAIN_LOSS(a, x[i::4], y[i::4])
-    gradient = compiled(
-        mpx.nnx.value_and_grad,
-        mpx.autocast(loss_fn),
-        mpx.NoLossScaling(),
-        has_aux=True,
-        accumulate=4,
-    )
+    options = {"has_aux": True, "accumulate": 4}
+    loss = mpx.autocast(loss_fn)
+    gradient = compiled(mpx.nnx.value_and_grad, loss, mpx.NoLossScaling(), **options)
     result = gradient(b, x, y)
     assert bool(result.finite)
     assert_equal(nnx.state(b), nnx.state(a), 0.05)
@@ -219,14 +216,8 @@ def test_training_in_half_precision_follows_full_precision():
             losses.append(float(value))
         return np.array(losses), scaling
 
-    def half(model, optimizer, scaling, x, y):
-        loss = mpx.autocast(plain_loss, jnp.float16)
-        result = mpx.nnx.value_and_grad(loss, scaling, has_aux=True)(model, x, y)
-        mpx.nnx.update(optimizer, model, result.grads, result.finite)
-        return result.value, result.aux, result.grads, result.scaling
-
     full, _ = train(nnx.jit(full_step))
-    mixed, scaling = train(nnx.jit(half))
+    mixed, scaling = train(half_step(jnp.float16))
     assert full[-5:].mean() < 0.6 * full[0]
     assert abs(mixed[-5:].mean() - full[-5:].mean()) < 0.05 * full[0]
     assert int(scaling.steps) == 40 and int(scaling.skipped) < 8

@@ -1,7 +1,6 @@
 """Two precisions of a loss of NNX objects: `mpx.nnx.compare`."""
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -9,7 +8,7 @@ import mpx
 import mpx.nnx
 
 from ..helpers import slow_but
-from .cases import Normed, Tied, batch, loss_fn
+from .cases import Normed, Tied, assert_equal, batch, loss_fn
 
 pytestmark = pytest.mark.third_party
 
@@ -25,16 +24,6 @@ def model():
     return Normed(nnx.Rngs(0))
 
 
-def values(model):
-    leaves = jax.tree.leaves(nnx.state(model))
-    return [
-        jax.random.key_data(x)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        else x
-        for x in leaves
-    ]
-
-
 def names(model):
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
     paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves]
@@ -44,16 +33,14 @@ def names(model):
 @pytest.mark.parametrize("func", slow_but([RECIPE], [RECIPE, loss]))
 def test_layers_and_gradients_have_their_names_and_objects_are_unchanged(func):
     net = model()
-    before = list(map(np.asarray, values(net)))
+    before = jax.tree.map(jax.numpy.copy, nnx.state(net))
     policy = "bfloat16" if func is loss else None
     found = mpx.nnx.compare(loss, func, policy=policy)(net, *batch(0))
     assert sorted(gradient.name for gradient in found.gradients) == names(net)
     assert found.activations
     worst = min(x.snr for x in found if not x.is_noise)
     assert 5 < worst < 70 and found.floor > 70
-    after = list(map(np.asarray, values(net)))
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
+    assert_equal(nnx.state(net), before)
 
 
 @pytest.mark.slow

@@ -34,10 +34,10 @@ from .cases import (
 # Flax and Optax need JAX's own promotion.
 pytestmark = [pytest.mark.third_party, unscaled]
 
-
 # One function object, so that what it has compiled is there for other tests.
 PLAIN_STEP = nnx.jit(plain_step)
 PLAIN_GRADIENT = nnx.jit(nnx.value_and_grad(loss_fn, has_aux=True))
+FULL = {"use_mixed_precision": False}
 
 
 def trained(step, name, scaling=None, steps=3):
@@ -57,9 +57,7 @@ def test_good_steps_are_those_of_nnx_bit_for_bit():
     assert_equal(got[:2], expected[:2])
     start = nnx.state(make("normed"))
     before, after = numbers(start), numbers(got[0])
-    changed = {
-        path for path in before if before[path].tobytes() != after[path].tobytes()
-    }
+    changed = [p for p in before if before[p].tobytes() != after[p].tobytes()]
     for name in ("'step'", "'count'", "'var'"):
         assert any(name in path for path in changed)
 
@@ -110,16 +108,13 @@ def test_what_is_cast_and_what_is_not():
     gradient = compiled(mpx.nnx.value_and_grad, loss, scaling, policy=FLOAT16)
     gradient(model, np.ones((2, 4), np.float32), np.zeros(2, np.int32))
     half, full = np.float16, np.float32
-    assert seen["['layers'][0]['kernel'].value"] == half
-    assert seen["['norm']['scale'].value"] == half
-    assert seen["['mask']"] == half and seen["x"] == half
-    assert seen["['norm']['mean'].value"] == full
-    assert seen["['norm']['var'].value"] == full
-    assert seen["['calls'].value"] == np.int32 and seen["seed"] == np.int32
-    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
-        "float32"
-    }
-    assert model.mask.dtype == full
+    for name in ("['layers'][0]['kernel'].value", "['norm']['scale'].value"):
+        assert seen[name] == half
+    assert seen["['mask']"] == seen["x"] == half
+    assert seen["['norm']['mean'].value"] == seen["['norm']['var'].value"] == full
+    assert seen["['calls'].value"] == seen["seed"] == np.int32
+    weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert {x.dtype for x in (*weights, model.mask)} == {np.dtype(full)}
 
 
 def numbers_traced(tree):
@@ -145,12 +140,8 @@ def test_keep_has_the_paths_of_the_user():
     gradient(model, np.ones((2, 4), np.float32), teacher=teacher)
     assert seen["kept"] == (np.float32, np.float32)
     assert seen["cast"] == (np.float16, np.float16)
-    assert {
-        "args[0].layers[0].kernel",
-        "args[0].mask",
-        "args[1]",
-        "kwargs['teacher'].first.kernel",
-    } <= asked
+    names = {"args[0].layers[0].kernel", "args[0].mask", "args[1]"}
+    assert names | {"kwargs['teacher'].first.kernel"} <= asked
     assert not any("norm.mean" in path for path in asked)
 
 
@@ -171,13 +162,8 @@ def test_argnums_are_those_of_nnx(argnums):
 
     a, b = models(), models()
     expected = nnx.value_and_grad(loss, argnums=argnums, has_aux=True)(*a)
-    result = mpx.nnx.value_and_grad(
-        loss,
-        mpx.NoLossScaling(),
-        argnums=argnums,
-        has_aux=True,
-        use_mixed_precision=False,
-    )(*b)
+    options = {"argnums": argnums, "has_aux": True, **FULL}
+    result = mpx.nnx.value_and_grad(loss, mpx.NoLossScaling(), **options)(*b)
     assert type(result.grads) is type(expected[1])
     assert_equal((result[0], result.grads), expected)
     assert_equal(nnx.state(a[:2]), nnx.state(b[:2]))
@@ -186,9 +172,8 @@ def test_argnums_are_those_of_nnx(argnums):
 @pytest.mark.slow
 def test_a_variable_and_a_tree_of_modules_can_be_differentiated():
     weight = nnx.Variable(jnp.arange(1.0, 4.0))
-    result = mpx.nnx.value_and_grad(
-        lambda w: jnp.sum(w[...] ** 2), mpx.NoLossScaling(), use_mixed_precision=False
-    )(weight)
+    square = lambda w: jnp.sum(w[...] ** 2)  # noqa: E731
+    result = mpx.nnx.value_and_grad(square, mpx.NoLossScaling(), **FULL)(weight)
     np.testing.assert_array_equal(result.grads[...], 2 * jnp.arange(1.0, 4.0))
 
     def loss(parts, x):
@@ -197,7 +182,7 @@ def test_a_variable_and_a_tree_of_modules_can_be_differentiated():
     parts = {"a": Tied(nnx.Rngs(0)), "b": Tied(nnx.Rngs(1)), "scale": jnp.float32(2)}
     x, _ = batch(0)
     expected = nnx.grad(loss)(parts, x)
-    got = mpx.nnx.grad(loss, mpx.NoLossScaling(), use_mixed_precision=False)(parts, x)
+    got = mpx.nnx.grad(loss, mpx.NoLossScaling(), **FULL)(parts, x)
     assert_equal(got.grads, expected)
 
 
@@ -220,9 +205,8 @@ def test_structure_attributes_and_aux_are_those_of_nnx():
     x, _ = batch(0)
     a, b = Changing(nnx.Rngs(0)), Changing(nnx.Rngs(0))
     (_, aux), _ = nnx.value_and_grad(loss, has_aux=True)(a, x)
-    result = mpx.nnx.value_and_grad(
-        loss, mpx.NoLossScaling(), has_aux=True, use_mixed_precision=False
-    )(b, x)
+    options = {"has_aux": True, **FULL}
+    result = mpx.nnx.value_and_grad(loss, mpx.NoLossScaling(), **options)(b, x)
     assert aux[0] is a and aux[2] is a.linear
     assert result.aux[0] is b and result.aux[2] is b.linear
     assert b.mode == "changed" and not hasattr(b, "old")
@@ -235,14 +219,8 @@ def test_accumulation_carries_the_state_through_the_micro_batches():
     (a, _), (b, _) = make("normed"), make("normed")
     x, y = batch(0)
     parts = [PLAIN_GRADIENT(a, x[i::4], y[i::4]) for i in range(4)]
-    gradient = compiled(
-        mpx.nnx.value_and_grad,
-        loss_fn,
-        mpx.NoLossScaling(),
-        has_aux=True,
-        use_mixed_precision=False,
-        accumulate=4,
-    )
+    options = {"has_aux": True, "accumulate": 4, **FULL}
+    gradient = compiled(mpx.nnx.value_and_grad, loss_fn, mpx.NoLossScaling(), **options)
     result = gradient(b, x, y)
     parts = [(value, grads) for (value, _), grads in parts]
     expected = jax.tree.map(lambda *p: np.mean(p, 0, np.float32), *parts)
@@ -263,7 +241,7 @@ def test_accumulation_weighs_and_keeps_arrays_whole():
 
     how = mpx.Accumulation(2, whole=lambda path, leaf: path == "args[2]", weight=weight)
     table = jnp.arange(3.0)
-    options = {"use_mixed_precision": False, "accumulate": how}
+    options = {"accumulate": how, **FULL}
     gradient = compiled(mpx.nnx.value_and_grad, loss, mpx.NoLossScaling(), **options)
     result = gradient(model, x, table)
     plain = nnx.jit(nnx.value_and_grad(loss))
@@ -285,15 +263,13 @@ def test_options_of_the_gradient_functions(options):
     result = compiled(mpx.nnx.grad, loss_fn, scaling, **options)(b, *batch(0))
     assert bool(result.finite) and float(result.scaling.loss_scale) <= 2.0**18
     assert_equal(result.grads, expected, 0.02)
-    assert_equal(
-        nnx.state(b, nnx.Not(nnx.Param)), nnx.state(a, nnx.Not(nnx.Param)), 0.02
-    )
+    rest = [nnx.state(model, nnx.Not(nnx.Param)) for model in (b, a)]
+    assert_equal(*rest, 0.02)
     assert int(b.calls[...]) == 1
 
 
 @pytest.mark.slow
 def test_a_loop_of_steps_and_devices():
-    """A scan over steps, and a batch that is divided over the devices."""
     xs, ys = (jnp.stack(x) for x in zip(*map(batch, range(4)), strict=True))
 
     def loop(model, optimizer, scaling):
@@ -308,9 +284,8 @@ def test_a_loop_of_steps_and_devices():
 
     (a, optimizer_a), (b, optimizer_b) = make("normed"), make("normed")
     scaling, values = nnx.jit(loop)(b, optimizer_b, mpx.NoLossScaling())
-    expected = [
-        PLAIN_STEP(a, optimizer_a, None, x, y)[0] for x, y in zip(xs, ys, strict=True)
-    ]
+    batches = zip(xs, ys, strict=True)
+    expected = [PLAIN_STEP(a, optimizer_a, None, x, y)[0] for x, y in batches]
     np.testing.assert_allclose(values, jnp.stack(expected), rtol=1e-5)
     assert_equal(nnx.state((b, optimizer_b)), nnx.state((a, optimizer_a)), 1e-4)
     assert int(scaling.steps) == 4
@@ -319,12 +294,8 @@ def test_a_loop_of_steps_and_devices():
     over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     (a, optimizer_a), (b, optimizer_b) = make("normed"), make("normed")
-    nnx.update(
-        (b, optimizer_b),
-        jax.tree.map(
-            lambda x: jax.device_put(x, everywhere), nnx.state((b, optimizer_b))
-        ),
-    )
+    state = jax.device_put(nnx.state((b, optimizer_b)), everywhere)
+    nnx.update((b, optimizer_b), state)
     divided = jax.device_put(batch(0), over)
     nnx.jit(full_step)(b, optimizer_b, mpx.NoLossScaling(), *divided)
     PLAIN_STEP(a, optimizer_a, None, *batch(0))

@@ -13,14 +13,12 @@ SHAPE = (4, 2, 6)
 
 
 def read(func, shape=SHAPE):
-    """The parts that are read of the argument of a function, in its program."""
     jaxpr = jax.make_jaxpr(func)(np.zeros(shape, np.float32)).jaxpr
     (boxes,) = boxes_read(jaxpr, jaxpr.invars)
     return boxes
 
 
 def counted(func):
-    """How often each number is read."""
     count = np.zeros(SHAPE, int)
     with jax.disable_jit():
         parts = func(jnp.arange(count.size).reshape(SHAPE))

@@ -1,10 +1,12 @@
 """The walker: which operations a program has, how often they run, what is known."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
@@ -33,65 +35,55 @@ def visits(func, *args, flow=None, inputs=None):
     return list(walk(jaxpr, inputs, flow or NoFlow()))
 
 
-def places(func, *args, primitive="dot_general"):
-    """Executions, loops without a count, and what is around, of each operation."""
-    return [
-        (v.place.executions, v.place.unknown_loops, v.place.inside)
-        for v in visits(func, *args)
-        if v.equation.primitive.name == primitive
-    ]
+def places(func, *args):
+    """Executions, loops without a count, and what is around, of each product."""
+    found = [v for v in visits(func, *args) if v.equation.primitive.name == PRODUCT]
+    return [(v.place.executions, v.place.unknown_loops, v.place.inside) for v in found]
+
+
+PRODUCT = "dot_general"
+
+
+def scanned(length):
+    return lambda x: lax.scan(lambda c, _: (c @ x, None), x, length=length)[0]
 
 
 def test_a_dot_in_scan_in_jit_in_remat_runs_as_often_as_the_scan_is_long():
     @jax.checkpoint
     @jax.jit
     def f(x):
-        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=7)[0]
+        return scanned(7)(x)
 
     assert places(f, SQUARE) == [(7, 0, ("remat2", "jit f", "scan body"))]
 
 
 def test_nested_scans_multiply():
-    def inner(x):
-        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=5)[0]
-
     def outer(x):
-        return jax.lax.scan(lambda c, _: (inner(c), None), x, length=3)[0]
+        return lax.scan(lambda c, _: (scanned(5)(c), None), x, length=3)[0]
 
     assert [place[:2] for place in places(outer, SQUARE)] == [(15, 0)]
 
 
-def test_a_while_loop_has_no_count():
+def test_a_while_loop_has_no_count_and_a_scan_in_it_keeps_its_length():
     def f(x):
-        x = jax.lax.while_loop(lambda c: (c @ c).sum() < 1, lambda c: c @ x, x)
-        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=3)[0]
+        x = lax.while_loop(lambda c: (c @ c).sum() < 1, lambda c: c @ x, x)
+        return scanned(3)(x)
 
     assert places(f, SQUARE) == [
         (1, 1, ("while body",)),
         (1, 1, ("while condition",)),
         (3, 0, ("scan body",)),
     ]
-
-
-def test_a_scan_in_a_while_keeps_its_length():
-    def body(x):
-        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=7)[0]
-
-    def f(x):
-        return jax.lax.while_loop(lambda c: c.sum() < 1, body, x)
-
-    assert [place[:2] for place in places(f, SQUARE)] == [(7, 1)]
+    both = lambda x: lax.while_loop(lambda c: c.sum() < 1, scanned(7), x)  # noqa: E731
+    assert [place[:2] for place in places(both, SQUARE)] == [(7, 1)]
 
 
 def test_each_branch_of_a_cond_is_visited():
     def f(i, x):
-        return jax.lax.switch(i, [lambda x: x @ x, lambda x: x @ x.T, lambda x: x], x)
+        return lax.switch(i, [lambda x: x @ x, lambda x: x @ x.T, lambda x: x], x)
 
     found = places(f, jax.ShapeDtypeStruct((), jnp.int32), SQUARE)
-    assert [place[2] for place in found] == [
-        ("cond branch 1 of 3",),
-        ("cond branch 2 of 3",),
-    ]
+    assert [place[2] for place in found] == [(f"cond branch {i} of 3",) for i in (1, 2)]
 
 
 def with_jvp_rule():
@@ -131,55 +123,46 @@ def test_a_program_over_devices_runs_on_each():
     assert [p[0] for p in places(half, batch)] == [4]
 
 
-def test_only_the_solver_of_a_linear_solve_runs():
-    def f(a, b):
-        return jax.lax.custom_linear_solve(
-            lambda x: a @ x, b, lambda _, b: jnp.sin(b), symmetric=True
-        )
-
-    vector = jax.ShapeDtypeStruct((3,), jnp.float32)
-    found = [v.equation.primitive.name for v in visits(f, SQUARE, vector)]
-    assert "sin" in found
-    assert "dot_general" not in found
+def with_the_solver_of_a_linear_solve(a):
+    solve = lambda _, b: jnp.sin(b)  # noqa: E731
+    return lax.custom_linear_solve(lambda x: a @ x, a[0], solve, symmetric=True)
 
 
-def test_combiners_are_no_programs():
-    def f(x):
-        x = x.at[0].add(1.0)
-        return jax.lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (0, 1))
-
-    names = [v.equation.primitive.name for v in visits(f, SQUARE)]
-    assert "scatter-add" in names
-    assert "reduce" in names
-    assert "mul" not in names
+def with_combiners(x):
+    x = x.at[0].add(1.0)
+    return lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (0, 1))
 
 
-def test_a_kernel_of_pallas_is_one_operation():
+def with_a_kernel_of_pallas(x):
     from jax.experimental import pallas as pl
 
     def kernel(x, y):
         y[...] = x[...] * 2.0
 
-    def f(x):
-        return pl.pallas_call(kernel, jax.ShapeDtypeStruct((3, 3), jnp.float32))(x)
+    return pl.pallas_call(kernel, SQUARE)(x)
 
-    names = [v.equation.primitive.name for v in visits(f, SQUARE)]
-    assert "pallas_call" in names
-    assert "mul" not in names
+
+@pytest.mark.parametrize(
+    ("func", "present", "absent"),
+    [
+        (with_the_solver_of_a_linear_solve, {"sin"}, "dot_general"),
+        (with_combiners, {"scatter-add", "reduce"}, "mul"),
+        (with_a_kernel_of_pallas, {"pallas_call"}, "mul"),
+    ],
+)
+def test_programs_that_do_not_run_are_not_entered(func, present, absent):
+    names = {v.equation.primitive.name for v in visits(func, SQUARE)}
+    assert present <= names and absent not in names
 
 
 # --- Facts -------------------------------------------------------------------------
 
 
-def facts(func, primitive, n=3):
-    found = visits(
-        func, *[SQUARE] * n, flow=Sources(), inputs=[frozenset({c}) for c in "abc"[:n]]
-    )
-    return [
-        ["".join(sorted(fact)) for fact in v.operands]
-        for v in found
-        if v.equation.primitive.name == primitive
-    ]
+def facts(func, n):
+    inputs = [frozenset({c}) for c in "abc"[:n]]
+    found = visits(func, *[SQUARE] * n, flow=Sources(), inputs=inputs)
+    products = [v.operands for v in found if v.equation.primitive.name == PRODUCT]
+    return [["".join(sorted(fact)) for fact in operands] for operands in products]
 
 
 def test_of_an_unknown_equation_any_operand_may_go_into_its_program():
@@ -188,58 +171,52 @@ def test_of_an_unknown_equation_any_operand_may_go_into_its_program():
     program = jax.make_jaxpr(lambda x, y, z: x @ y + z)(*[SQUARE] * 3)
     for inputs in ("", "a", "ab"):
         f = functools.partial(unknown.bind, program=program)
-        assert facts(f, "dot_general", n=len(inputs)) == [[inputs, inputs]]
+        assert facts(f, len(inputs)) == [[inputs, inputs]]
 
 
-def test_facts_go_into_and_out_of_calls():
-    def f(a, b, c):
-        return jax.jit(lambda x, y: (y, x))(a, b)[0] @ jax.checkpoint(jnp.sin)(c)
-
-    assert facts(f, "dot_general") == [["b", "c"]]
+def calls(a, b, c):
+    return jax.jit(lambda x, y: (y, x))(a, b)[0] @ jax.checkpoint(jnp.sin)(c)
 
 
-def test_a_carry_knows_what_later_iterations_put_there():
-    def f(a, b, c):
-        def body(carry, _):
-            x, y, z = carry
-            return (y, z, z), x @ y
+def carry_of_later_iterations(a, b, c):
+    def body(carry, _):
+        x, y, z = carry
+        return (y, z, z), x @ y
 
-        # b reaches x after one iteration, c after two.
-        return jax.lax.scan(body, (a, b, c), length=5)
-
-    assert facts(f, "dot_general") == [["abc", "bc"]]
+    # b reaches x after one iteration, c after two.
+    return lax.scan(body, (a, b, c), length=5)
 
 
-def test_what_is_carried_through_unchanged_stays_what_it_is():
-    def f(a, b):
-        def body(carry):
-            x, w = carry
-            return x @ w, w
-
-        return jax.lax.while_loop(lambda c: c[0].sum() < 1, body, (a, b))
-
-    assert facts(f, "dot_general", n=2) == [["ab", "b"]]
+def unchanged_carry(a, b):
+    body = lambda c: (c[0] @ c[1], c[1])  # noqa: E731
+    return lax.while_loop(lambda c: c[0].sum() < 1, body, (a, b))
 
 
-def test_the_condition_of_a_while_sees_the_carry_of_later_iterations():
-    def f(a, b):
-        return jax.lax.while_loop(lambda x: (x @ x).sum() < 1, lambda x: x * b, a)
-
-    assert facts(f, "dot_general", n=2) == [["ab", "ab"]]
+def condition_of_a_while(a, b):
+    return lax.while_loop(lambda x: (x @ x).sum() < 1, lambda x: x * b, a)
 
 
-def test_the_result_of_a_cond_is_of_either_branch():
-    def f(a, b, c):
-        return jax.lax.cond(a.sum() > 0, lambda: b, lambda: c) @ a
-
-    assert facts(f, "dot_general") == [["bc", "a"]]
+def either_branch_of_a_cond(a, b, c):
+    return lax.cond(a.sum() > 0, lambda: b, lambda: c) @ a
 
 
-def test_results_of_a_loop_that_may_run_no_iteration():
-    def f(a, b):
-        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: b, a) @ b
+def loop_of_no_iteration(a, b):
+    return lax.while_loop(lambda x: x.sum() < 1, lambda x: b, a) @ b
 
-    assert facts(f, "dot_general", n=2) == [["ab", "b"]]
+
+@pytest.mark.parametrize(
+    ("func", "expected"),
+    [
+        (calls, ["b", "c"]),
+        (carry_of_later_iterations, ["abc", "bc"]),
+        (unchanged_carry, ["ab", "b"]),
+        (condition_of_a_while, ["ab", "ab"]),
+        (either_branch_of_a_cond, ["bc", "a"]),
+        (loop_of_no_iteration, ["ab", "b"]),
+    ],
+)
+def test_facts_of_operands(func, expected):
+    assert facts(func, len(inspect.signature(func).parameters)) == [expected]
 
 
 class Uses(BackwardFlow):
@@ -283,10 +260,8 @@ def test_frames_are_the_users_own():
 
     (visit,) = visits(f, SQUARE)
     frames = visit.frames
-    assert [frame.function.rpartition(".")[2] for frame in frames][-2:] == [
-        "f",
-        "helper",
-    ]
+    names = [frame.function.rpartition(".")[2] for frame in frames]
+    assert names[-2:] == ["f", "helper"]
     assert frames[-1].file == __file__
     assert frames[-1].line == helper.__code__.co_firstlineno + 1
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from mpx._program import is_proportional
 
@@ -12,34 +13,9 @@ G = jnp.linspace(-2.0, 3.0, 6).reshape(2, 3)
 H = 1.0 + jnp.arange(6.0).reshape(3, 2)
 
 
-def _looped(h, g):
-    return jax.lax.scan(lambda c, x: (c * 0.5 + x, c), g[0], g)
-
-
-def _solved(h, g):
-    matrix = jnp.eye(3) * h[0, 0]
-    return jnp.linalg.solve(matrix, g.T)
-
-
 def _rounded(h, g):
     scale = jnp.max(jnp.abs(g)) / 127
     return jnp.round(g / scale) * scale
-
-
-def _while(h, g):
-    return jax.lax.fori_loop(0, h.shape[0] + jnp.int32(h[0, 0]), lambda i, c: c * 2, g)
-
-
-def _until_small(h, g):
-    return jax.lax.while_loop(lambda c: jnp.max(c) > 1, lambda c: c / 2, g)
-
-
-def _by_size(h, g):
-    return jax.lax.cond(jnp.sum(g) > 1, lambda: g, lambda: 2 * g)
-
-
-def _by_sign(h, g):
-    return jax.lax.cond(jnp.sum(g) > 0, lambda: g, lambda: 2 * g)
 
 
 PROPORTIONAL = {
@@ -57,10 +33,12 @@ PROPORTIONAL = {
     "gathered": lambda h, g: g[jnp.argsort(h[:2, 0])],
     "sorted": lambda h, g: jnp.sort(g),
     "largest": lambda h, g: jax.lax.top_k(g, 1)[0],
-    "scan": _looped,
-    "solve": _solved,
-    "while": _while,
-    "sign": _by_sign,
+    "scan": lambda h, g: lax.scan(lambda c, x: (c * 0.5 + x, c), g[0], g),
+    "solve": lambda h, g: jnp.linalg.solve(jnp.eye(3) * h[0, 0], g.T),
+    "while": lambda h, g: lax.fori_loop(
+        0, h.shape[0] + jnp.int32(h[0, 0]), lambda i, c: c * 2, g
+    ),
+    "sign": lambda h, g: lax.cond(jnp.sum(g) > 0, lambda: g, lambda: 2 * g),
     "remat": lambda h, g: jax.checkpoint(lambda g: 2 * g)(g),
     "cast": lambda h, g: g.astype(jnp.float16).astype(jnp.float32),
     "fft": lambda h, g: jnp.fft.ifft(jnp.fft.fft(g)).real,
@@ -84,8 +62,8 @@ OTHERS = {
     "quantile": lambda h, g: jnp.minimum(g, jnp.quantile(g, 0.9)),
     "large": lambda h, g: jnp.where(jnp.abs(g) > 1, g, 0),
     "loop": lambda h, g: jax.lax.scan(lambda c, x: (c + x, c), 1.0, g[0]),
-    "until": _until_small,
-    "size": _by_size,
+    "until": lambda h, g: lax.while_loop(lambda c: jnp.max(c) > 1, lambda c: c / 2, g),
+    "size": lambda h, g: lax.cond(jnp.sum(g) > 1, lambda: g, lambda: 2 * g),
     "integers": lambda h, g: g.astype(jnp.int32).astype(jnp.float32),
     "vjp": lambda h, g: jax.vjp(lambda h: jnp.sin(h.T) ** 3, h)[1](jnp.clip(g, 0, 1)),
 }
@@ -100,11 +78,8 @@ def test_what_is_proportional_is_known_so_and_is(name):
     function = PROPORTIONAL[name]
     assert _is_proportional(function)
     # The claim itself: a power of two changes nothing else.
-    for one, other in zip(
-        jax.tree.leaves(function(H, 8 * G)),
-        jax.tree.leaves(function(H, G)),
-        strict=True,
-    ):
+    results = function(H, 8 * G), function(H, G)
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, 8 * other, rtol=1e-5, atol=1e-5)
 
 

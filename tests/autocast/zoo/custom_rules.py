@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .program import mean_square, normal, program, weight
+from .program import drawn, mean_square, near_one, program
 
 HEADS, TOKENS, DEPTH, BLOCK = 2, 16, 8, 4
 
@@ -62,31 +62,28 @@ def backward_pass(scale, saved, g):
 flash_attention.defvjp(forward_pass, backward_pass)
 
 
-def attention_program(key, attend):
-    keys = jax.random.split(key)
-    w = weight(keys[0], 3, HEADS, DEPTH, DEPTH)
-
-    def loss(w, x):
-        q, k, v = (jnp.einsum("htd,hde->hte", x, part) for part in w)
-        y = attend(q, k, v)
-        return mean_square(y - x), y
-
-    return loss, (w, normal(keys[1], HEADS, TOKENS, DEPTH))
+def attention(w, x, attend):
+    q, k, v = (jnp.einsum("htd,hde->hte", x, part) for part in w)
+    y = attend(q, k, v)
+    return mean_square(y - x), y
 
 
-@program()
-def flash_attention_plain(key):
-    return attention_program(key, lambda q, k, v: flash_attention(q, k, v, DEPTH**-0.5))
+attention_args = drawn((3, HEADS, DEPTH, DEPTH), (HEADS, TOKENS, DEPTH))
 
 
-@program()
-def jax_dot_product_attention(key):
+@program(args=attention_args)
+def flash_attention_plain(w, x):
+    return attention(w, x, lambda q, k, v: flash_attention(q, k, v, DEPTH**-0.5))
+
+
+@program(args=attention_args)
+def jax_dot_product_attention(w, x):
     def attend(q, k, v):
         q, k, v = (jnp.moveaxis(x, 0, 1)[None] for x in (q, k, v))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return jnp.moveaxis(y[0], 1, 0)
 
-    return attention_program(key, attend)
+    return attention(w, x, attend)
 
 
 @jax.custom_jvp
@@ -101,32 +98,24 @@ def soft_step_jvp(primals, tangents):
     dx, _, dtable = tangents
     factor = sharpness.astype(x.dtype)
     value = jnp.tanh(x * factor)
-    slope = (1 - value**2) * factor * dx
-    return value * table[sharpness], slope * table[sharpness] + value * dtable[
-        sharpness
-    ]
+    slope, entry = (1 - value**2) * factor * dx, table[sharpness]
+    return value * entry, slope * entry + value * dtable[sharpness]
 
 
-@program(argnums=(0, 2))
-def custom_jvp_with_an_integer(key):
-    keys = jax.random.split(key, 2)
-
-    def loss(w, x, table, sharpness):
-        y = soft_step(x @ w, sharpness, table) @ w.T
-        return mean_square(y - x), y
-
-    return loss, (
-        weight(keys[0], 12, 12),
-        normal(keys[1], 8, 12),
-        jnp.array([0.5, 1.0, 1.5]),
-        jnp.int32(2),
-    )
+def soft_step_args(key):
+    table = jnp.array([0.5, 1.0, 1.5])
+    return *drawn((12, 12), (8, 12))(key), table, jnp.int32(2)
 
 
-@program()
-def custom_batching(key):
+@program(argnums=(0, 2), args=soft_step_args)
+def custom_jvp_with_an_integer(w, x, table, sharpness):
+    y = soft_step(x @ w, sharpness, table) @ w.T
+    return mean_square(y - x), y
+
+
+@program(args=drawn((4, 4), (8, 4)))
+def custom_batching(w, x):
     """A function that brings its own rule for vmap, and meets it."""
-    keys = jax.random.split(key, 2)
 
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -140,10 +129,7 @@ def custom_batching(key):
         axes = [0 if is_batched else None for is_batched in batched]
         return jax.vmap(layer, axes, axis_size=size)(w, x), True
 
-    def loss(w, x):
-        y = jax.vmap(apply, in_axes=(None, 0))(w, x)
-        # What no vmap has taken apart has no reverse derivative in JAX.
-        alone = apply(*jax.lax.stop_gradient((w, x[0])))
-        return mean_square(y - 1), y + alone[None]
-
-    return loss, (weight(keys[0], 4, 4), normal(keys[1], 8, 4))
+    y = jax.vmap(apply, in_axes=(None, 0))(w, x)
+    # What no vmap has taken apart has no reverse derivative in JAX.
+    alone = apply(*jax.lax.stop_gradient((w, x[0])))
+    return near_one(y), y + alone[None]

@@ -10,8 +10,6 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """A transformer block, as its users write it."""
-
     @nn.compact
     def __call__(self, x):
         attention = nn.MultiHeadDotProductAttention(num_heads=2)
@@ -22,8 +20,6 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """The same block three times, in a scan, recomputed in the backward pass."""
-
     @nn.compact
     def __call__(self, x):
         class Step(nn.Module):
@@ -41,8 +37,6 @@ class Layers(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Batch normalization and dropout, on images."""
-
     @nn.compact
     def __call__(self, x):
         x = nn.Conv(8, (3, 3))(x)

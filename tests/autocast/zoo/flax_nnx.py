@@ -9,8 +9,6 @@ WIDTH = 16
 
 
 class Block(nnx.Module):
-    """A block with statistics, random streams and attention."""
-
     def __init__(self, rngs):
         self.embed = nnx.Linear(8, WIDTH, rngs=rngs)
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)

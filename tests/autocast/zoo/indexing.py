@@ -21,20 +21,20 @@ def separated(key):
     return jax.vmap(lambda key: jax.random.permutation(key, values))(keys)
 
 
-@program()
-def sort_and_top_k(key):
+def ranked(key):
     keys = jax.random.split(key)
+    return weight(keys[0], WIDTH, WIDTH), separated(keys[1])
 
-    def loss(w, x):
-        y = scores(w, x)
-        ranked = jnp.sort(y, axis=-1) * jnp.linspace(0.0, 1.0, WIDTH)[None]
-        best, places = lax.top_k(y, 3)
-        order = jnp.argsort(y, axis=-1)
-        by_order = jnp.take_along_axis(y, order[:, ::-1], axis=-1)
-        total = mean_square(ranked) + mean_square(best) + mean_square(by_order[:, :4])
-        return total, (best, places, order)
 
-    return loss, (weight(keys[0], WIDTH, WIDTH), separated(keys[1]))
+@program(args=ranked)
+def sort_and_top_k(w, x):
+    y = scores(w, x)
+    sorted_y = jnp.sort(y, axis=-1) * jnp.linspace(0.0, 1.0, WIDTH)[None]
+    best, places = lax.top_k(y, 3)
+    order = jnp.argsort(y, axis=-1)
+    by_order = jnp.take_along_axis(y, order[:, ::-1], axis=-1)
+    total = mean_square(sorted_y) + mean_square(best) + mean_square(by_order[:, :4])
+    return total, (best, places, order)
 
 
 @program()

@@ -1,12 +1,12 @@
 """Decompositions and solvers, which have no half precision form."""
 
-import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
 
-from .program import PRECISE, SOLVE, Tolerance, mean_square, normal, program, weight
+from .program import PRECISE, SOLVE, Tolerance, drawn, mean_square, program
 
 SIZE = 8
+on_a_matrix = {"args": drawn((SIZE, SIZE), (SIZE, 3)), "loss_of": mean_square}
 
 
 def positive(w):
@@ -14,43 +14,30 @@ def positive(w):
     return w @ w.T + jnp.diag(jnp.linspace(1.0, 4.0, SIZE))
 
 
-def on_a_matrix(key, compute):
-    keys = jax.random.split(key)
-
-    def loss(w, b):
-        outputs = compute(positive(w), b)
-        return mean_square(outputs), outputs
-
-    return loss, (weight(keys[0], SIZE, SIZE), normal(keys[1], SIZE, 3))
+@program(SOLVE, PRECISE, **on_a_matrix)
+def solve(w, b):
+    return jnp.linalg.solve(positive(w), b)
 
 
-@program(SOLVE, PRECISE)
-def solve(key):
-    return on_a_matrix(key, jnp.linalg.solve)
-
-
-@program(PRECISE)
-def cholesky(key):
-    def compute(a, b):
-        lower = jnp.linalg.cholesky(a)
-        return jsp.linalg.solve_triangular(lower, b, lower=True)
-
-    return on_a_matrix(key, compute)
+@program(PRECISE, **on_a_matrix)
+def cholesky(w, b):
+    lower = jnp.linalg.cholesky(positive(w))
+    return jsp.linalg.solve_triangular(lower, b, lower=True)
 
 
 # Eigenvectors turn by the error over the distance of the eigenvalues.
-@program(PRECISE, bfloat16=Tolerance(8e-3, 1.6e-2), float16=Tolerance(1e-3, 2e-3))
-def eigenvalues(key):
-    def compute(a, b):
-        values, vectors = jnp.linalg.eigh(a)
-        return (vectors * jnp.log(values)[None]) @ (vectors.T @ b)
+@program(
+    PRECISE,
+    **on_a_matrix,
+    bfloat16=Tolerance(8e-3, 1.6e-2),
+    float16=Tolerance(1e-3, 2e-3),
+)
+def eigenvalues(w, b):
+    values, vectors = jnp.linalg.eigh(positive(w))
+    return (vectors * jnp.log(values)[None]) @ (vectors.T @ b)
 
-    return on_a_matrix(key, compute)
 
-
-@program(SOLVE, derived=2)
-def conjugate_gradients(key):
-    def compute(a, b):
-        return jsp.sparse.linalg.cg(lambda x: a @ x, b, maxiter=20)[0]
-
-    return on_a_matrix(key, compute)
+@program(SOLVE, derived=2, **on_a_matrix)
+def conjugate_gradients(w, b):
+    a = positive(w)
+    return jsp.sparse.linalg.cg(lambda x: a @ x, b, maxiter=20)[0]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .program import mean_square, normal, program, weight
+from .program import drawn, mean_square, near_one, normal, program, weight
 
 WIDTH = 16
 
@@ -41,9 +41,7 @@ def complex_matmul(key):
     weights = {
         "real": weight(keys[0], WIDTH, WIDTH),
         "imag": weight(keys[1], WIDTH, WIDTH),
-        "complex": jax.lax.complex(
-            weight(keys[2], WIDTH, WIDTH), weight(keys[3], WIDTH, WIDTH)
-        ),
+        "complex": jax.lax.complex(*(weight(k, WIDTH, WIDTH) for k in keys[2:4])),
     }
     return loss, (weights, normal(keys[4], 8, WIDTH))
 
@@ -65,10 +63,8 @@ def random_numbers_and_keys(key):
         outputs = {"y": y, "key": keys[3], "old": old_key, "kept": kept, "at": chosen}
         return mean_square(y - 1), outputs
 
-    weights = {
-        "first": weight(keys[0], WIDTH, WIDTH),
-        "last": weight(keys[1], WIDTH, WIDTH),
-    }
+    first, last = (weight(k, WIDTH, WIDTH) for k in keys[:2])
+    weights = {"first": first, "last": last}
     return loss, (weights, keys[2], jax.random.PRNGKey(3), normal(keys[3], 8, WIDTH))
 
 
@@ -91,18 +87,16 @@ def with_64_bits(key):
     return loss, (weights, normal(keys[3], 8, WIDTH), index)
 
 
-@program()
-def masked_softmax(key):
-    """The lowest float32 is no number of half precision; one row is masked wholly."""
-    keys = jax.random.split(key, 2)
-
-    def loss(w, x, mask):
-        scores = (x @ w) @ jnp.swapaxes(x, -1, -2)
-        lowest = jnp.finfo(scores.dtype).min
-        probabilities = jax.nn.softmax(jnp.where(mask, scores, lowest))
-        bias = jnp.where(mask, 0.0, lowest)[None]
-        y = probabilities @ x + jax.nn.softmax(0.5 * scores + 0.5 * bias) @ x
-        return mean_square(y - 1), y
-
+def masked(key):
     mask = jnp.tril(jnp.ones((6, 6), bool), -1)
-    return loss, (weight(keys[0], WIDTH, WIDTH), normal(keys[1], 2, 6, WIDTH), mask)
+    return *drawn((WIDTH, WIDTH), (2, 6, WIDTH))(key), mask
+
+
+@program(args=masked, loss_of=near_one)
+def masked_softmax(w, x, mask):
+    """The lowest float32 is no number of half precision; one row is masked wholly."""
+    scores = (x @ w) @ jnp.swapaxes(x, -1, -2)
+    lowest = jnp.finfo(scores.dtype).min
+    probabilities = jax.nn.softmax(jnp.where(mask, scores, lowest))
+    bias = jnp.where(mask, 0.0, lowest)[None]
+    return probabilities @ x + jax.nn.softmax(0.5 * scores + 0.5 * bias) @ x

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from .program import KERNEL, mean_square, normal, program, weight
+from .program import KERNEL, drawn, mean_square, near_one, program
 
 WIDTH = 16
 
@@ -17,28 +17,22 @@ def mesh(kind):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
 
 
-def weights_and_batch(key):
-    keys = jax.random.split(key)
-    return weight(keys[0], 2, WIDTH, WIDTH), normal(keys[1], 8, WIDTH)
+weights_and_batch = drawn((2, WIDTH, WIDTH), (8, WIDTH))
 
 
-@program()
-def sharding_constraint(key):
+@program(args=weights_and_batch, loss_of=near_one)
+def sharding_constraint(w, x):
     devices = mesh(AxisType.Auto)
 
     def place(x, *spec):
         return lax.with_sharding_constraint(x, NamedSharding(devices, P(*spec)))
 
-    def loss(w, x):
-        hidden = place(jax.nn.gelu(place(x, "data") @ w[0]), "data", "model")
-        y = place(hidden @ w[1], "data")
-        return mean_square(y - 1), y
-
-    return loss, weights_and_batch(key)
+    hidden = place(jax.nn.gelu(place(x, "data") @ w[0]), "data", "model")
+    return place(hidden @ w[1], "data")
 
 
-@program()
-def shard_map(key):
+@program(args=weights_and_batch)
+def shard_map(w, x):
     """Tensor parallel in one axis, data parallel in the other, a ring beside them."""
 
     @functools.partial(
@@ -50,14 +44,11 @@ def shard_map(key):
     def layer(up, down, x):
         y = lax.psum(jax.nn.gelu(x @ up) @ down, "model")
         ring = lax.ppermute(y, "data", [(i, (i + 1) % 4) for i in range(4)])
-        loss = lax.pmean(mean_square(y + 0.5 * ring - 1), "data")
+        loss = lax.pmean(near_one(y + 0.5 * ring), "data")
         return loss, y, lax.axis_index("data")[None]
 
-    def loss(w, x):
-        total, y, place = layer(w[0], w[1], x)
-        return total, (y, place)
-
-    return loss, weights_and_batch(key)
+    total, y, place = layer(w[0], w[1], x)
+    return total, (y, place)
 
 
 @program(context=lambda: jax.set_mesh(mesh(AxisType.Explicit)))
@@ -77,24 +68,21 @@ def explicit_mesh(key):
     return loss, ((up, down), x)
 
 
-@program()
-def pmean_under_vmap(key):
-    def loss(w, x):
-        @functools.partial(jax.vmap, in_axes=(None, 0), axis_name="batch")
-        def of_one(w, x):
-            y = x @ w[0]
-            centered = y - lax.pmean(y, "batch")
-            variance = lax.pmean(jnp.square(centered), "batch")
-            y = centered * lax.rsqrt(variance + 1e-5) @ w[1]
-            total = lax.psum(y, "batch")
-            rows = lax.all_gather(y, "batch")
-            top = lax.pmax(lax.stop_gradient(y), "batch")
-            return y, jax.nn.relu(y - top / 2) + total / len(rows)
+@program(args=weights_and_batch)
+def pmean_under_vmap(w, x):
+    @functools.partial(jax.vmap, in_axes=(None, 0), axis_name="batch")
+    def of_one(w, x):
+        y = x @ w[0]
+        centered = y - lax.pmean(y, "batch")
+        variance = lax.pmean(jnp.square(centered), "batch")
+        y = centered * lax.rsqrt(variance + 1e-5) @ w[1]
+        total = lax.psum(y, "batch")
+        rows = lax.all_gather(y, "batch")
+        top = lax.pmax(lax.stop_gradient(y), "batch")
+        return y, jax.nn.relu(y - top / 2) + total / len(rows)
 
-        y, pooled = of_one(w, x)
-        return mean_square(y - 1) + mean_square(pooled), (y, pooled)
-
-    return loss, weights_and_batch(key)
+    y, pooled = of_one(w, x)
+    return near_one(y) + mean_square(pooled), (y, pooled)
 
 
 def multiply_kernel(x_ref, w_ref, y_ref):
@@ -113,10 +101,6 @@ pallas_matmul.defvjp(
 )
 
 
-@program(KERNEL)
-def pallas(key):
-    def loss(w, x):
-        y = pallas_matmul(jax.nn.gelu(x @ w[0]), w[1])
-        return mean_square(y - 1), y
-
-    return loss, weights_and_batch(key)
+@program(KERNEL, args=weights_and_batch, loss_of=near_one)
+def pallas(w, x):
+    return pallas_matmul(jax.nn.gelu(x @ w[0]), w[1])

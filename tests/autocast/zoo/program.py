@@ -88,17 +88,26 @@ def _built(program: Program) -> Built:
 
 
 def program(
-    *excluded: str, **options: Any
-) -> Callable[[Callable[[jax.Array], Built]], Program]:
+    *excluded: str,
+    args: Callable[[jax.Array], tuple[Any, ...]] | None = None,
+    loss_of: Callable[[Any], jax.Array] | None = None,
+    **options: Any,
+) -> Callable[[Function], Program]:
     """Makes a program of a function of a key, with that function's name.
 
-    Args:
-        *excluded: Why products of its gradient stay in float32.
-        **options: Further fields of `Program`.
+    With `args`, which makes the arguments from a key, the function is the program
+    itself; with `loss_of`, the loss of its outputs, it gives only these.
     """
 
-    def decorate(build: Callable[[jax.Array], Built]) -> Program:
-        return Program(build.__name__, build, excluded=frozenset(excluded), **options)
+    def decorate(function: Function) -> Program:
+        def with_loss(*given: Any) -> tuple[jax.Array, Any]:
+            outputs = function(*given)
+            return loss_of(outputs), outputs
+
+        found = function if loss_of is None else with_loss
+        build = function if args is None else lambda key: (found, args(key))
+        name = function.__name__
+        return Program(name, build, excluded=frozenset(excluded), **options)
 
     return decorate
 
@@ -112,15 +121,8 @@ def gradient(
 ) -> Function:
     """A function that gives `(loss, outputs, gradients)` of the program `fn`.
 
-    Args:
-        fn: The function, cast or plain.
-        argnums: The arguments that are differentiated; their other leaves are None in
-            the gradients.
-        scale: What the loss is multiplied with, and the gradients are divided by.
-        forward_mode: Differentiate forwards.
-
-    Returns:
-        The function, which takes what `fn` takes.
+    The loss is multiplied with `scale`, and the gradients are divided by it. Leaves
+    that are not differentiated are None in the gradients.
     """
 
     def with_gradient(*args: Any) -> Any:
@@ -142,7 +144,6 @@ def gradient(
 
 
 def normal(key: jax.Array, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Normally distributed float32 numbers."""
     return scale * jax.random.normal(key, shape, jnp.float32)
 
 
@@ -152,5 +153,20 @@ def weight(key: jax.Array, *shape: int) -> jax.Array:
 
 
 def mean_square(x: jax.Array) -> jax.Array:
-    """The mean of squares: the usual loss here."""
     return jnp.mean(jnp.square(x))
+
+
+def near_one(x: jax.Array) -> jax.Array:
+    return mean_square(x - 1)
+
+
+def drawn(
+    w: tuple[int, ...], x: tuple[int, ...], scale: float = 1.0
+) -> Callable[[jax.Array], tuple[Any, ...]]:
+    """Makes weights and a batch of these shapes from a key."""
+
+    def args(key: jax.Array) -> tuple[Any, ...]:
+        keys = jax.random.split(key)
+        return scale * weight(keys[0], *w), normal(keys[1], *x)
+
+    return args
