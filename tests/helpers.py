@@ -136,14 +136,6 @@ class Case:
         return re.sub(r" at 0x[0-9a-f]+", "", self.name)
 
 
-def type_error(name: str, call: Callable[[], Any], match: str) -> Case:
-    return Case(name, call, TypeError, match)
-
-
-def value_error(name: str, call: Callable[[], Any], match: str) -> Case:
-    return Case(name, call, ValueError, match)
-
-
 def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """Cases for `parametrize`; those that are not among the quick ones are slow.
 

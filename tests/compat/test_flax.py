@@ -14,7 +14,6 @@ import optax
 import pytest
 from flax.training import train_state
 
-import mpx
 import mpx.compat.flax
 
 from ..helpers import assert_same_bits, unchecked_annotations
@@ -97,19 +96,17 @@ def test_a_state_in_few_bits_comes_back_bit_for_bit(moments):
 
 
 def test_a_restored_run_continues_bit_for_bit():
-    def step(state, x):
-        def loss(params):
-            return mpx.force_full_precision(jnp.sum, jnp.float32)(
-                state.apply_fn({"params": params}, x) ** 2
-            )
+    total = mpx.force_full_precision(jnp.sum, jnp.float32)
 
+    @jax.jit
+    def run(state, x):
+        loss = lambda params: total(state.apply_fn({"params": params}, x) ** 2)  # noqa: E731
         result = mpx.grad(loss, state.scaling)(state.params)
         params, opt_state, scaling = mpx.optimizer_step(
             state.params, state.tx, state.opt_state, result
         )
         return state.replace(params=params, opt_state=opt_state, scaling=scaling)
 
-    run = jax.jit(step)
     state = flax_train_state(mpx.DynamicLossScaling(2.0**4, period=2))
     xs = [jnp.full((1, 3), x) for x in (1.0, np.nan, 0.5, 2.0, np.inf, 1.0)]
     for x in xs[:3]:

@@ -1,6 +1,5 @@
 """jaxamp's loss scaling beside the real package, its README, and its mended defects."""
 
-import inspect
 import pickle
 
 import jax
@@ -11,15 +10,8 @@ import pytest
 
 import mpx.compat.jaxamp as ours
 
-try:
-    import jaxamp as theirs
-except ImportError as error:  # it imports private modules of JAX
-    theirs, reason = None, f"jaxamp 0.0.4 cannot be imported: {error}"
-else:
-    reason = ""
-needs_jaxamp = pytest.mark.skipif(theirs is None, reason=reason)
-
-SCALER = ("dynamic_scale_tx", "dynamic_scale_grad", "dynamic_scale_value_and_grad")
+from ..helpers import assert_same_bits
+from .test_jaxamp_amp import needs_jaxamp, theirs
 
 
 def loss(w, x):
@@ -28,15 +20,7 @@ def loss(w, x):
 
 
 @needs_jaxamp
-def test_signatures_and_fields_agree():
-    for name in SCALER:
-        here = inspect.signature(getattr(ours, name)).parameters
-        there = inspect.signature(getattr(theirs, name)).parameters
-        assert [(p.name, p.kind) for p in here.values()] == [
-            (p.name, p.kind) for p in there.values()
-        ]
-        defaults = {k: v.default for k, v in here.items() if not callable(v.default)}
-        assert defaults.items() <= {k: v.default for k, v in there.items()}.items()
+def test_fields_of_the_state_agree():
     assert ours.DynamicScalerState._fields == theirs.DynamicScalerState._fields
     for here, there in zip(
         ours.DynamicScalerState(), theirs.DynamicScalerState(), strict=True
@@ -51,27 +35,18 @@ def test_signatures_and_fields_agree():
 def test_every_step_is_jaxamps(patience, redo):
     """Growth one step late, falls, resets, redone steps: 40 steps beside the real."""
     pattern = np.random.default_rng(0).random(40) < 0.8
-    states = [
-        m.DynamicScalerState(patience=jnp.int32(patience), scaler=jnp.float32(16.0))
-        for m in (ours, theirs)
-    ]
+    both, w = (ours, theirs), jnp.array([1.0, 2.0])
+    fields = {"patience": jnp.int32(patience), "scaler": jnp.float32(16.0)}
+    states = [m.DynamicScalerState(**fields) for m in both]
     steps = [
-        jax.jit(m.dynamic_scale_value_and_grad(loss, redo_on_nan=redo))
-        for m in (ours, theirs)
+        jax.jit(m.dynamic_scale_value_and_grad(loss, redo_on_nan=redo)) for m in both
     ]
-    w = jnp.array([1.0, 2.0])
     for good in pattern:
         x = jnp.float32(1.0 if good else np.inf)
-        outcomes = [
-            step(w, x, dynamic_scaler_state=state)
-            for step, state in zip(steps, states, strict=True)
-        ]
+        calls = zip(steps, states, strict=True)
+        outcomes = [step(w, x, dynamic_scaler_state=state) for step, state in calls]
         states = [state for state, _ in outcomes]
-        for here, there in zip(
-            jax.tree.leaves(outcomes[0]), jax.tree.leaves(outcomes[1]), strict=True
-        ):
-            assert here.dtype == there.dtype
-            np.testing.assert_array_equal(here, there)
+        assert_same_bits(*map(jax.tree.leaves, outcomes))
     assert int(states[0].total_resets) > 0
 
 
@@ -82,29 +57,30 @@ def test_results_have_the_form_of_the_transform(filter, has_aux):
         value = jnp.sum(w.astype(jnp.float16))
         return (value, w) if has_aux else value
 
-    w, state = jnp.array([4.0, 6.0]), ours.DynamicScalerState()
+    w = jnp.array([4.0, 6.0])
+    state = {"dynamic_scaler_state": ours.DynamicScalerState()}
     options = dict(has_aux=has_aux, filter=filter)
-    result = ours.dynamic_scale_value_and_grad(fun, **options)(
-        w, dynamic_scaler_state=state
-    )
-    new, (value, grads) = result
+    new, (value, grads) = ours.dynamic_scale_value_and_grad(fun, **options)(w, **state)
     value, aux = value if has_aux else (value, w)
     # 10 times 2**15 is past float16: the product is in float32.
     assert (value.dtype, float(value)) == (jnp.float32, 10.0)
     assert int(new.count) == 1 and int(new.total_resets) == 0
     np.testing.assert_array_equal(grads, [1.0, 1.0])
     np.testing.assert_array_equal(aux, w)
-    _, grads = ours.dynamic_scale_grad(fun, **options)(w, dynamic_scaler_state=state)
+    _, grads = ours.dynamic_scale_grad(fun, **options)(w, **state)
     grads, aux = grads if has_aux else (grads, w)
     np.testing.assert_array_equal(grads, [1.0, 1.0])
     np.testing.assert_array_equal(aux, w)
 
 
+def grad_of(fun, w, state=None, **options):
+    state = ours.DynamicScalerState() if state is None else state
+    return ours.dynamic_scale_grad(fun, **options)(w, dynamic_scaler_state=state)
+
+
 def test_nan_in_aux_is_no_overflow():
     fun = lambda w: (jnp.sum(w), jnp.nan)  # noqa: E731
-    state, _ = ours.dynamic_scale_grad(fun, has_aux=True)(
-        jnp.ones(2), dynamic_scaler_state=ours.DynamicScalerState()
-    )
+    state, _ = grad_of(fun, jnp.ones(2), has_aux=True)
     assert int(state.total_resets) == 0
 
 
@@ -125,9 +101,7 @@ def test_the_scale_stays_positive_and_finite():
 def test_complex_gradients_stay_complex():
     w = jnp.array([1 + 2j], jnp.complex64)
     fun = lambda w: jnp.sum(jnp.abs(w) ** 2)  # noqa: E731
-    _, grads = ours.dynamic_scale_grad(fun)(
-        w, dynamic_scaler_state=ours.DynamicScalerState()
-    )
+    _, grads = grad_of(fun, w)
     np.testing.assert_allclose(grads, jax.grad(fun)(w), rtol=1e-6)
     assert grads.dtype == jnp.complex64
 
@@ -142,9 +116,8 @@ def test_a_default_state_can_be_donated():
 def test_plain_numbers_and_results_that_are_no_arrays():
     state = ours.DynamicScalerState(10, 2.0, 4.0, 0, 0)
     fun = lambda w: (jnp.sum(w) / 0, "text")  # noqa: E731
-    state, (_, aux) = ours.dynamic_scale_grad(fun, has_aux=True, redo_on_nan=3)(
-        jnp.ones(1), dynamic_scaler_state=state
-    )
+    options = {"has_aux": True, "redo_on_nan": 3}
+    state, (_, aux) = grad_of(fun, jnp.ones(1), state, **options)
     assert aux == "text"
     assert (float(state.scaler), int(state.total_resets)) == (0.25, 4)
     assert pickle.loads(pickle.dumps(state)) == state
@@ -152,9 +125,8 @@ def test_plain_numbers_and_results_that_are_no_arrays():
 
 def test_any_transform_can_be_scaled():
     hessian = ours.dynamic_scale_tx(jax.hessian)(lambda w: jnp.sum(w**3))
-    state, result = hessian(
-        jnp.array([2.0]), dynamic_scaler_state=ours.DynamicScalerState()
-    )
+    state = ours.DynamicScalerState()
+    state, result = hessian(jnp.array([2.0]), dynamic_scaler_state=state)
     np.testing.assert_array_equal(result, [[12.0]])
     assert int(state.count) == 1
 
@@ -218,6 +190,6 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="would be a constant"):
         jax.jit(lambda w: grad(w, 1.0, dynamic_scaler_state=state))(w)
     with pytest.raises(TypeError, match="`redo_on_nan` .* whole number"):
-        ours.dynamic_scale_grad(loss, redo_on_nan=True)
+        grad_of(loss, w, redo_on_nan=True)
     with pytest.raises(TypeError, match=r"a value or a pair `\(value, aux\)`"):
-        ours.dynamic_scale_grad(lambda w: {"loss": w})(w, dynamic_scaler_state=state)
+        grad_of(lambda w: {"loss": w}, w, state)

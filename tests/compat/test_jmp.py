@@ -60,11 +60,13 @@ def test_signatures_agree():
         assert parameters(here[name]) == parameters(function), name
 
 
+KINDS = pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
+
+
 @pytest.mark.parametrize("name", ["Policy", "StaticLossScale", "DynamicLossScale"])
 def test_fields_agree(name):
-    theirs, here = (getattr(module, name) for module in (jmp, ours))
-    names = [[f.name for f in dataclasses.fields(cls)] for cls in (theirs, here)]
-    assert names[0] == names[1]
+    theirs, here = (dataclasses.fields(getattr(module, name)) for module in (jmp, ours))
+    assert [f.name for f in theirs] == [f.name for f in here]
 
 
 def test_defaults_of_the_dynamic_scale_agree():
@@ -102,25 +104,20 @@ def test_dtypes_of_a_policy_are_used_alike():
 def test_a_policy_serves_the_gradient_functions():
     policy = ours.get_policy("p=f32,c=bf16,o=f32")
     fun = lambda w: (w.sum().astype(jnp.float32), w)  # noqa: E731
-    result = mpx.grad(fun, mpx.NoLossScaling(), has_aux=True, policy=policy)(
-        jnp.ones(2)
-    )
+    step = mpx.grad(fun, mpx.NoLossScaling(), has_aux=True, policy=policy)
+    result = step(jnp.ones(2))
     assert result.aux.dtype == jnp.bfloat16 and result.grads.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
     "text", ["", "fp16", "x=f16", "c=", "c=f16,", "c=f16=f16", "c=int8", "compute_f16"]
 )
-def test_a_text_that_is_no_policy_is_a_value_error(text):
-    for module in (jmp, ours):
-        with pytest.raises(ValueError):
-            module.get_policy(text)
-
-
-def test_what_is_no_text_is_a_type_error():
-    for module in (jmp, ours):
-        with pytest.raises(TypeError):
-            module.get_policy(None)
+@pytest.mark.parametrize("module", [jmp, ours])
+def test_a_text_that_is_no_policy_is_a_value_error_and_others_type_errors(text, module):
+    with pytest.raises(ValueError):
+        module.get_policy(text)
+    with pytest.raises(TypeError):
+        module.get_policy(None)
 
 
 @pytest.mark.parametrize("cast", ["cast_to_full", "cast_to_half"])
@@ -143,12 +140,8 @@ def _kind(leaf):
     st.sampled_from([jnp.float32, float]),
 )
 def test_dynamic_scale_takes_the_same_values(pattern, period, factor, floor, kind):
-    scale, theirs = (
-        m.DynamicLossScale(
-            kind(2.0**10), np.int32(0), period, factor, np.float32(floor)
-        )
-        for m in (ours, jmp)
-    )
+    fields = kind(2.0**10), np.int32(0), period, factor, np.float32(floor)
+    scale, theirs = (m.DynamicLossScale(*fields) for m in (ours, jmp))
     for good in pattern:
         scale, theirs = (s.adjust(jnp.asarray(good)) for s in (scale, theirs))
         assert scale.loss_scale == theirs.loss_scale
@@ -157,7 +150,7 @@ def test_dynamic_scale_takes_the_same_values(pattern, period, factor, floor, kin
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
+@KINDS
 def test_scale_and_unscale_agree(kind):
     scale, theirs = (getattr(m, kind)(jnp.float32(8.0)) for m in (ours, jmp))
     tree = {"a": jnp.arange(3.0), "b": jnp.ones(2, jnp.float16)}
@@ -167,15 +160,15 @@ def test_scale_and_unscale_agree(kind):
         assert jax.tree.map(_kind, result) == jax.tree.map(_kind, expected)
 
 
-def test_select_tree_takes_python_numbers():
+@pytest.mark.parametrize("module", [jmp, ours])
+def test_select_tree_takes_python_numbers(module):
     """Such as a step that is counted outside of jit."""
     a, b = {"step": 3, "rate": 0.5}, {"step": 2, "rate": 0.25}
-    for module in (jmp, ours):
-        for pred in (True, False):
-            chosen = module.select_tree(jnp.asarray(pred), a, b)
-            assert {k: v.item() for k, v in chosen.items()} == (a if pred else b)
-            assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(chosen))
-        assert module.select_tree(jnp.asarray(True), None, None) is None
+    for pred in (True, False):
+        chosen = module.select_tree(jnp.asarray(pred), a, b)
+        assert {k: v.item() for k, v in chosen.items()} == (a if pred else b)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(chosen))
+    assert module.select_tree(jnp.asarray(True), None, None) is None
 
 
 @pytest.mark.parametrize("value", [8, jnp.int32(8), np.int64(8)])
@@ -202,11 +195,8 @@ def test_no_warning_from_inside_of_jit():
 def test_select_tree_and_all_finite_agree():
     a, b = {"w": jnp.ones(2)}, {"w": jnp.array([jnp.nan, 0.0])}
     for pred in (jnp.asarray(True), jnp.asarray(False)):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            ours.select_tree(pred, a, b),
-            jmp.select_tree(pred, a, b),
-        )
+        chosen, theirs = (m.select_tree(pred, a, b) for m in (ours, jmp))
+        np.testing.assert_array_equal(chosen["w"], theirs["w"])
     for tree in (a, b, {}):
         assert bool(ours.all_finite(tree)) == bool(jmp.all_finite(tree))
 
@@ -280,6 +270,12 @@ def test_readme_training_in_haiku(getkey):
     assert losses[-1] < 0.1 * losses[0]
 
 
+def adjusted(scale, *outcomes):
+    for good in outcomes:
+        scale = scale.adjust(jnp.asarray(good))
+    return scale
+
+
 class TestMendedDefects:
     def test_min_loss_scale_survives_jit(self):
         scale = ours.DynamicLossScale(jnp.float32(8), min_loss_scale=jnp.float32(4))
@@ -287,18 +283,21 @@ class TestMendedDefects:
             scale = jax.jit(lambda s: s.adjust(jnp.asarray(False)))(scale)
         assert scale.loss_scale == 4
 
-    def test_float16_scale_works_and_stays_finite(self):
-        scale = ours.DynamicLossScale(jnp.float16(2**14), period=1)
-        for _ in range(5):
-            scale = scale.adjust(jnp.asarray(True))
-        assert scale.loss_scale == 2**15 and scale.loss_scale.dtype == jnp.float16
+    @pytest.mark.parametrize(
+        ("start", "factor", "largest"),
+        [(jnp.float16(2**14), 2, 2**15), (jnp.float32(2.0**120), 2**4, 2.0**124)],
+    )
+    def test_a_scale_stays_finite(self, start, factor, largest):
+        scale = ours.DynamicLossScale(start, period=1, factor=factor)
+        scale = adjusted(scale, *[True] * 5)
+        assert scale.loss_scale == largest and scale.loss_scale.dtype == start.dtype
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     def test_the_readmes_half_precision_scale_works(self, dtype):
         """JMP's README starts with `jmp.half_dtype()(2 ** 15)`; its `adjust` raises."""
         scale = ours.DynamicLossScale(jnp.dtype(dtype).type(2**15), period=2)
         for good, expected in ((False, 2**14), (True, 2**14), (True, 2**15)):
-            scale = scale.adjust(jnp.asarray(good))
+            scale = adjusted(scale, good)
             assert scale.loss_scale == expected and scale.loss_scale.dtype == dtype
 
     @pytest.mark.parametrize(
@@ -306,30 +305,30 @@ class TestMendedDefects:
     )
     def test_a_floor_of_zero_is_the_smallest_normal_number(self, dtype, smallest):
         scale = ours.DynamicLossScale(dtype(8), period=1, min_loss_scale=dtype(0))
-        for _ in range(200):
-            scale = scale.adjust(jnp.asarray(False))
+        scale = adjusted(scale, *[False] * 200)
         assert scale.loss_scale == smallest
         assert np.isfinite(scale.unscale(jnp.ones((), dtype)))
-        assert scale.adjust(jnp.asarray(True)).loss_scale == 2 * smallest
+        assert adjusted(scale, True).loss_scale == 2 * smallest
 
     def test_a_float_period_leaves_the_counter_an_integer(self):
         scale = ours.DynamicLossScale(jnp.float32(8), period=2.0, factor=2.0)
         for expected in (8, 16):
-            scale = scale.adjust(jnp.asarray(True))
+            scale = adjusted(scale, True)
             assert scale.loss_scale == expected
             assert scale.counter.dtype == jnp.int32
 
     def test_a_float64_scale_keeps_its_digits(self):
         with jax.enable_x64(True):
             scale = ours.DynamicLossScale(jnp.float64(3.0**20), period=1, factor=3)
-            scale = scale.adjust(jnp.asarray(True))
-            assert scale.loss_scale == 3.0**21
+            assert adjusted(scale, True).loss_scale == 3.0**21
 
-    def test_a_repeated_key_and_a_switched_off_dtype_are_refused(self):
-        with pytest.raises(ValueError, match="repeated key 'c'"):
-            ours.get_policy("c=f16,c=bf16")
-        with pytest.raises(ValueError, match="jax_enable_x64"):
-            ours.get_policy("f64")
+    @pytest.mark.parametrize(
+        ("text", "match"),
+        [("c=f16,c=bf16", "repeated key 'c'"), ("f64", "jax_enable_x64")],
+    )
+    def test_a_repeated_key_and_a_switched_off_dtype_are_refused(self, text, match):
+        with pytest.raises(ValueError, match=match):
+            ours.get_policy(text)
 
     def test_a_policy_of_dtypes_and_names_has_a_text(self):
         policy = ours.Policy(np.dtype("float32"), "bfloat16", jnp.dtype("float16"))
@@ -347,23 +346,17 @@ class TestMendedDefects:
 
     def test_casts_know_more_leaves(self):
         half = ours.get_policy("half").cast_to_compute
+        code = jnp.ones(2, jnp.float8_e4m3fn)
         assert half(np.float32(1)).dtype == jnp.float16
         assert half(jax.ShapeDtypeStruct((2,), jnp.float32)).dtype == jnp.float16
-        code = jnp.ones(2, jnp.float8_e4m3fn)
         assert half(code) is code
-
-    def test_float32_scale_stays_finite(self):
-        scale = ours.DynamicLossScale(jnp.float32(2.0**120), period=1, factor=2**4)
-        for _ in range(5):
-            scale = scale.adjust(jnp.asarray(True))
-        assert scale.loss_scale == 2.0**124
 
     def test_static_scale_has_a_leaf(self):
         assert jax.tree.leaves(ours.StaticLossScale(jnp.float32(8))) == [8]
         assert jax.tree.leaves(jmp.StaticLossScale(jnp.float32(8))) == []
 
+    @KINDS
     @pytest.mark.parametrize("value", [0.0, -2.0, np.nan, np.inf])
-    @pytest.mark.parametrize("kind", ["StaticLossScale", "DynamicLossScale"])
     def test_impossible_scales_are_refused(self, kind, value):
         with pytest.raises(ValueError, match="must be positive and finite"):
             getattr(ours, kind)(np.float32(value))

@@ -28,7 +28,6 @@ def lowered_for_b200(f, *args):
 
 
 def lowered(f, *args):
-    """The program for a B200, as text."""
     return lowered_for_b200(f, *args).as_text()
 
 
@@ -50,12 +49,8 @@ def two_axes():
 
 def mesh_of_b200s():
     """Eight of them, to lower `shard_map` for."""
-    return AbstractMesh(
-        (4, 2),
-        ("a", "b"),
-        axis_types=(AxisType.Auto,) * 2,
-        abstract_device=B200.abstract_device,
-    )
+    axes, device = (AxisType.Auto,) * 2, B200.abstract_device
+    return AbstractMesh((4, 2), ("a", "b"), axis_types=axes, abstract_device=device)
 
 
 def dtypes_of_maxima(f, *args):

@@ -13,30 +13,18 @@ BATCH, LENGTH, KEYS, HEADS, SIZE = 2, 6, 6, 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-    """A call of attention.
-
-    Attributes:
-        name: What it is about.
-        keys: How many keys there are.
-        groups: How many heads keys and values have.
-        bias: The shape of the bias, or None.
-        mask: The shape of the mask, or None.
-        blind: Whether queries of the first batch row see no key by the mask.
-        options: What else is said.
-        lengths: Lengths of queries and of keys, either or both None.
-    """
+    """A call of attention, by the shapes of its bias and mask."""
 
     name: str
     keys: int = KEYS
-    groups: int = HEADS
+    groups: int = HEADS  # how many heads keys and values have
     bias: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
-    blind: bool = False
+    blind: bool = False  # whether queries of the first row see no key by the mask
     options: Any = ()
-    lengths: tuple[Any, Any] = (None, None)
+    lengths: tuple[Any, Any] = (None, None)  # of queries and of keys
 
     def arrays(self, dtype: Any, seed: int = 0) -> dict[str, Any]:
-        """Operands by their names."""
         random = np.random.default_rng(seed)
         kv = BATCH, self.keys, self.groups, SIZE
         shapes = {"query": (BATCH, LENGTH, HEADS, SIZE), "key": kv, "value": kv}
@@ -55,7 +43,6 @@ class AttentionCase:
         return found
 
     def said(self) -> dict[str, Any]:
-        """Everything else."""
         names = ("query_seq_lengths", "key_value_seq_lengths")
         pairs = zip(names, self.lengths, strict=True)
         lengths = {n: jnp.array(x, jnp.int32) for n, x in pairs if x is not None}
@@ -64,11 +51,9 @@ class AttentionCase:
     def exact(self, arrays: dict[str, Any], cotangent: Any, **more: Any) -> Any:
         """What the oracle makes of it: result, rows, gradients."""
         said = self.said()
-        new = {
-            "window": said.pop("local_window_size", None),
-            "query_lengths": said.pop("query_seq_lengths", None),
-            "key_lengths": said.pop("key_value_seq_lengths", None),
-        }
+        ours = ("local_window_size", "query_seq_lengths", "key_value_seq_lengths")
+        names = zip(("window", "query_lengths", "key_lengths"), ours, strict=True)
+        new = {name: said.pop(mine, None) for name, mine in names}
         inputs = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
         if "mask" in inputs:
             inputs["mask"] = np.asarray(arrays["mask"])

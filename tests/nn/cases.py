@@ -25,7 +25,6 @@ class FunctionCase:
     with_where: bool = True
 
     def pair(self, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Both functions, with options."""
         return (lambda x: self.mine(x, **options), lambda x: self.jax(x, **options))
 
 
@@ -38,7 +37,6 @@ def layer_norm(x, axis=-1):
 
 
 def rms_norm(x, axis=-1):
-    """RMS norm, by its equation."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-5)
 
 

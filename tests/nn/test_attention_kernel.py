@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpx
 import mpx.nn
 from mpx.nn import _attention_kernel
 
-from ..autocast.counting import equations, relative_error
+from ..autocast.counting import equations, primitives, relative_error
 from ..helpers import TOLERANCE, slow_but
 from . import stub_kernel
 from .attention_cases import BATCH, CASES, HEADS, KEYS, LENGTH, SIZE
@@ -28,10 +27,6 @@ def stub(monkeypatch):
     monkeypatch.setattr(_attention_kernel, "call", stub_kernel.call)
 
 
-def primitives(func, *args):
-    return [e.primitive.name for e, _ in equations(jax.make_jaxpr(func)(*args))]
-
-
 def arrays_of(name="groups", dtype="bfloat16"):
     return CASES[name].arrays(dtype)
 
@@ -44,14 +39,14 @@ def loss(attention, **said):
     return of
 
 
-def floats(arrays):
-    return {n: x for n, x in arrays.items() if n != "mask"}
-
-
 def gradient(attention, arrays, **said):
-    """Of all floats; the mask, if there is one, is closed over."""
-    rest = {n: x for n, x in arrays.items() if n == "mask"}
-    return jax.jit(jax.grad(loss(attention, **rest, **said)))(floats(arrays))
+    return jax.jit(jax.grad(loss(attention, **said)))(arrays)
+
+
+def assert_as_by_products(make, *args, tolerance=1e-2):
+    """A derivative by the kernel is that by products; `make` takes either."""
+    found, expected = (jax.jit(make(f))(*args) for f in (kernel, products))
+    assert relative_error(found, expected) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -87,11 +82,11 @@ def test_the_residual_is_the_kernels_float32():
 def test_kept_are_operands_the_result_and_a_number_for_each_row(name):
     arrays = arrays_of(name)
     query, rows = arrays["query"].shape, (BATCH, HEADS, LENGTH)
-    rest = {n: x for n, x in arrays.items() if n == "mask"}
-    kept = kept_arrays(lambda x: kernel(**x, **rest), floats(arrays))
+    rest = {n: arrays[n] for n in ("mask",) if n in arrays}
+    floats = {n: x for n, x in arrays.items() if n != "mask"}
+    kept = kept_arrays(lambda x: kernel(**x, **rest), floats)
     expected = [(x.dtype.name, x.shape) for x in arrays.values()]
-    expected += [("bfloat16", query), ("float32", rows)]
-    assert kept == sorted(expected)
+    assert kept == sorted([*expected, ("bfloat16", query), ("float32", rows)])
 
 
 # --- Where it is used -----------------------------------------------------------------
@@ -108,11 +103,8 @@ def test_the_platform_is_chosen_at_lowering():
     on_cuda, on_cpu = (lowered(step, p, arrays) for p in ("cuda", "cpu"))
     assert "@_forward" in on_cuda and "@_backward" in on_cuda
     assert "@_forward" not in on_cpu and "@_backward" not in on_cpu
-    assert_close(
-        jax.tree.leaves(gradient(attend, arrays)),
-        jax.tree.leaves(jax.tree.map(np.float64, gradient(products, arrays))),
-        1e-2,
-    )
+    found, expected = (jax.tree.leaves(gradient(f, arrays)) for f in (attend, products))
+    assert_close(found, [np.float64(x) for x in expected], 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +123,14 @@ def test_a_float32_model_takes_no_kernel_on_its_own():
     assert stub_kernel.FORWARD not in primitives(loss(attend), arrays)
 
 
+DROPOUT = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+
+
 @pytest.mark.parametrize(
     ("said", "dtype", "why"),
     [
         ({}, "float32", "needs float16 or bfloat16, not float32"),
-        (
-            {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
-            "bfloat16",
-            "not a function of a key",
-        ),
+        (DROPOUT, "bfloat16", "not a function of a key"),
     ],
     ids=["float32", "dropout"],
 )
@@ -192,9 +183,7 @@ MAPPED = {
 
 
 @pytest.mark.parametrize(
-    "axes",
-    slow_but([MAPPED[n] for n in ("other axes", "bias alone")], MAPPED.values()),
-    ids=MAPPED,
+    "axes", slow_but([MAPPED[n] for n in ("other axes", "bias alone")], MAPPED.values())
 )
 def test_vmap_is_one_call_with_all_batches_together(axes):
     arrays = stacked(axes)
@@ -208,14 +197,9 @@ def test_vmap_is_one_call_with_all_batches_together(axes):
     names = primitives(jax.grad(total(kernel)), arrays)
     assert names.count(stub_kernel.FORWARD) == names.count(stub_kernel.BACKWARD) == 1
 
-    def gradients(attention):
-        each = jax.vmap(jax.grad(loss(attention, is_causal=True)), (axes,))
-        return lambda x: (jax.value_and_grad(total(attention))(x), each(x))
-
-    run = jax.jit(lambda x: [gradients(f)(x) for f in (kernel, products)])
-    (found, each), (expected, by_products) = run(arrays)
-    assert relative_error(found, expected) < 1e-2
-    assert relative_error(each, by_products) < 1e-2
+    assert_as_by_products(lambda f: jax.value_and_grad(total(f)), arrays)
+    each = lambda f: jax.vmap(jax.grad(loss(f, is_causal=True)), (axes,))  # noqa: E731
+    assert_as_by_products(each, arrays)
 
 
 def test_masks_and_lengths_under_vmap():
@@ -228,9 +212,9 @@ def test_masks_and_lengths_under_vmap():
         def one(x, lengths):
             return loss(attention, mask=mask, key_value_seq_lengths=lengths)(x)
 
-        return jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(one)(x, lengths))))
+        return jax.grad(lambda x: jnp.sum(jax.vmap(one)(x, lengths)))
 
-    assert relative_error(call(kernel)(arrays), call(products)(arrays)) < 1e-2
+    assert_as_by_products(call, arrays)
 
 
 def in_scan(attention, arrays):
@@ -257,15 +241,13 @@ def test_transforms(name):
         return lambda x: jnp.sum(TRANSFORMS[name](attention, x))
 
     arrays = arrays_of("plain")
-    found, expected = (jax.jit(jax.grad(total(f)))(arrays) for f in (kernel, products))
-    assert relative_error(found, expected) < 1e-2
+    assert_as_by_products(lambda f: jax.grad(total(f)), arrays)
     assert stub_kernel.BACKWARD in primitives(jax.grad(total(kernel)), arrays)
 
 
 def test_a_scan_keeps_no_probabilities():
-    jaxpr = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(in_scan(attend, x))))(
-        arrays_of("plain")
-    )
+    step = jax.grad(lambda x: jnp.sum(in_scan(attend, x)))
+    jaxpr = jax.make_jaxpr(step)(arrays_of("plain"))
     scan = next(e for e in jaxpr.eqns if e.primitive.name == "scan")
     sizes = [v.aval.size for v in scan.outvars]
     assert max(sizes) == 3 * BATCH * LENGTH * HEADS * SIZE
@@ -281,20 +263,14 @@ def test_derivatives_of_derivatives_are_those_of_the_products():
             found = jax.grad(loss(attention, is_causal=True))(arrays)
             return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in found.values())
 
-        return of
+        return jax.grad(of)
 
-    found, expected = (
-        jax.jit(jax.grad(penalty(f)))(arrays) for f in (kernel, products)
-    )
-    assert relative_error(found, expected) < 2e-2
-    along = jax.tree.map(jnp.ones_like, arrays)
-    found, expected = (
-        jax.jit(lambda *x, f=f: jax.jvp(jax.grad(loss(f, is_causal=True)), *x)[1])(
-            (arrays,), (along,)
-        )
-        for f in (kernel, products)
-    )
-    assert relative_error(found, expected) < 2e-2
+    def along(attention):
+        step = jax.grad(loss(attention, is_causal=True))
+        return lambda x: jax.jvp(step, (x,), (jax.tree.map(jnp.ones_like, x),))[1]
+
+    assert_as_by_products(penalty, arrays, tolerance=2e-2)
+    assert_as_by_products(along, arrays, tolerance=2e-2)
 
 
 def test_forward_mode_says_what_to_write():
@@ -329,12 +305,10 @@ def test_what_all_devices_share_has_the_sum_of_their_gradients(check_vma):
             out_specs=rows,
             check_vma=check_vma,
         )
-        return lambda x: jnp.sum(
-            jnp.sin(mapped(*(x[n] for n in names)).astype(jnp.float32))
-        )
+        out = lambda x: mapped(*(x[n] for n in names)).astype(jnp.float32)  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(jnp.sin(out(x))))
 
-    found, expected = (jax.jit(jax.grad(total(f)))(arrays) for f in (kernel, products))
-    assert relative_error(found, expected) < 1e-2
+    assert_as_by_products(total, arrays)
 
 
 def test_explicit_axes():
@@ -388,7 +362,7 @@ PROGRAMS = {
         jax.checkpoint(jax.jit(lambda x: attend(**x)))(x)
     ),
     "half in it": lambda x: jnp.sum(
-        attend(**jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)).astype(jnp.float32)
+        attend(**mpx.cast_tree(x, jnp.bfloat16)).astype(jnp.float32)
     ),
     "autocast in it": lambda x: jnp.sum(mpx.autocast(lambda x: attend(**x))(x)),
 }
@@ -421,9 +395,8 @@ def test_regions_and_rules_decide():
             return func(arrays)
 
     assert dtypes_of(mpx.autocast(switched_off), arrays) == []
-    rule = functools.partial(mpx.Rule, primitive=name)
     for precision in (mpx.Precision.FULL, mpx.Precision.DECLARED):
-        rules = mpx.Rules(rule(precision))
+        rules = mpx.Rules(mpx.Rule(precision, primitive=name))
         step = mpx.autocast(func, rules=rules, strict=True)
         assert dtypes_of(step, arrays) == []
     seen = []

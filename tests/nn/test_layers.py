@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpx
 import mpx.nn
 
-from ..helpers import HALF, WIDE, slow_but
+from ..helpers import HALF, WIDE, slow_but, unchecked_annotations
 from .cases import kept_arrays, relative_error
 
 # Of values and gradients against float32, relative to the largest number.
@@ -44,23 +43,30 @@ def assert_close(found, expected, tolerance):
     assert relative_error(*flat) <= tolerance
 
 
+def call(layer, x, **options):
+    return layer(x, **options)
+
+
+def assert_same(mine, other, *args, dtype="float32", call=call, other_call=None):
+    """Values and gradients of a layer in a dtype, and of another one in float32."""
+    found = gradients(call, *mpx.cast_tree((mine, *args), dtype))
+    assert all(a.dtype == dtype for a in found)
+    expected = gradients(other_call or call, other, *args)
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(
     ("dtype", "use_bias"), [("float32", True), ("float16", False), ("bfloat16", True)]
 )
 def test_linear_is_equinox_linear(dtype, use_bias, getkey):
-    mine = mpx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
-    other = eqx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
-    other = eqx.tree_at(
-        lambda m: (m.weight, m.bias),
-        other,
-        (mine.weight, mine.bias),
-        is_leaf=lambda x: x is None,
+    mine, other = (
+        m.Linear(4, 3, use_bias=use_bias, key=getkey()) for m in (mpx.nn, eqx.nn)
     )
+    parameters = lambda m: (m.weight, m.bias)  # noqa: E731
+    is_leaf = lambda x: x is None  # noqa: E731
+    other = eqx.tree_at(parameters, other, parameters(mine), is_leaf=is_leaf)
     x = jax.random.normal(getkey(), (5, 4))
-    found = gradients(lambda m, x: m(x), *mpx.cast_tree((mine, x), dtype))
-    expected = gradients(lambda m, x: jax.vmap(m)(x), other, x)
-    assert all(a.dtype == dtype for a in found)
-    assert_close(found, expected, TOLERANCE[dtype])
+    assert_same(mine, other, x, dtype=dtype, other_call=lambda m, x: jax.vmap(m)(x))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +84,11 @@ def test_norms_are_those_of_equinox(name, dtype, shape, getkey):
     weight = jax.random.normal(getkey(), shape)
     mine, other = (eqx.tree_at(lambda m: m.weight, m, weight) for m in (mine, other))
     x = jax.random.normal(getkey(), (5, 3, 8))
-    call = jax.vmap if len(shape) == 2 else lambda f: jax.vmap(jax.vmap(f))
-    found = gradients(lambda m, x: m(x), *mpx.cast_tree((mine, x), dtype))
-    expected = gradients(lambda m, x: call(m)(x), other, x)
-    assert_close(found, expected, TOLERANCE[dtype])
+    each = jax.vmap if len(shape) == 2 else lambda f: jax.vmap(jax.vmap(f))
+    assert_same(mine, other, x, dtype=dtype, other_call=lambda m, x: each(m)(x))
 
 
 class JaxAttention(mpx.nn.MultiheadAttention):
-    """The same layer around JAX's attention."""
-
     def _attend(self, x, rate):
         is_causal = self.self_attention_mask_type == "causal"
         return jax.nn.dot_product_attention(
@@ -94,13 +96,15 @@ class JaxAttention(mpx.nn.MultiheadAttention):
         )
 
 
-def attention_pair(key, dtype, **options):
+@pytest.fixture
+def x(getkey):
+    return jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+
+
+def attention_pair(key, **options):
     """The attention of `mpx.nn` and the same through JAX's."""
-    mine, other = (
-        kind(HIDDEN, HEADS, key=key, **options)
-        for kind in (mpx.nn.MultiheadAttention, JaxAttention)
-    )
-    return mpx.cast_tree(mine, dtype), other
+    kinds = mpx.nn.MultiheadAttention, JaxAttention
+    return [kind(HIDDEN, HEADS, key=key, **options) for kind in kinds]
 
 
 OPTIONS = {
@@ -118,12 +122,8 @@ OPTIONS = {
         [("plain", "float32"), ("grouped", "bfloat16"), ("one group", "float16")],
     ),
 )
-def test_attention_is_jax_attention(name, dtype, getkey):
-    mine, other = attention_pair(getkey(), dtype, **OPTIONS[name])
-    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
-    found = gradients(lambda m, x: m(x), mine, x.astype(dtype))
-    expected = gradients(lambda m, x: m(x), other, x)
-    assert_close(found, expected, TOLERANCE[dtype])
+def test_attention_is_jax_attention(name, dtype, x, getkey):
+    assert_same(*attention_pair(getkey(), **OPTIONS[name]), x, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,10 @@ def test_attention_is_jax_attention(name, dtype, getkey):
         pytest.param((2, LENGTH, LENGTH), marks=pytest.mark.slow),
     ],
 )
-def test_masks(shape, getkey):
-    options = {"num_gqa_groups": 2, "self_attention_mask_type": "causal"}
-    mine, other = attention_pair(getkey(), "float32", **options)
-    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+def test_masks_of_attention(shape, x, getkey):
     mask = jax.random.bernoulli(getkey(), 0.7, shape).at[..., 0].set(True)
-    found = gradients(lambda m, x: m(x, mask=mask), mine, x)
-    expected = gradients(lambda m, x: m(x, mask=mask), other, x)
-    assert_close(found, expected, TOLERANCE["float32"])
+    masked = lambda m, x: m(x, mask=mask)  # noqa: E731
+    assert_same(*attention_pair(getkey(), **OPTIONS["grouped"]), x, call=masked)
 
 
 @pytest.mark.third_party  # JAX's attention promotes
@@ -152,19 +148,17 @@ def test_masks(shape, getkey):
         ((1, HEADS, LENGTH, LENGTH), "bfloat16"),
     ],
 )
-def test_a_bias_of_the_scores(shape, dtype, getkey):
-    options = {"num_gqa_groups": 2, "self_attention_mask_type": "causal"}
-    mine, other = attention_pair(getkey(), dtype, **options)
-    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+def test_a_bias_of_the_scores(shape, dtype, x, getkey):
+    mine, other = attention_pair(getkey(), **OPTIONS["grouped"])
     bias = jax.random.normal(getkey(), shape)
-    found = gradients(lambda m, x, b: m(x, bias=b), mine, x.astype(dtype), bias)
-    expected = gradients(lambda m, x, b: m(x, bias=b), other, x, bias)
+    biased = lambda m, x, b: m(x, bias=b)  # noqa: E731
+    found = gradients(biased, *mpx.cast_tree((mine, x), dtype), bias)
+    expected = gradients(biased, other, x, bias)
     assert found[-1].dtype == jnp.float32 and np.abs(expected[-1]).max() > 0.01
     assert_close(found, expected, TOLERANCE[dtype])
     assert relative_error(found[-1], expected[-1]) <= 2 * TOLERANCE[dtype]
     layer = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=getkey())
-    call = jax.jit(lambda m, x, b: (m(x, bias=b) != m(x)).any())
-    assert call(layer, x, bias)
+    assert jax.jit(lambda m, x, b: (m(x, bias=b) != m(x)).any())(layer, x, bias)
 
 
 GATED = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": jax.nn.relu}
@@ -177,11 +171,9 @@ GATED = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": jax.nn.relu}
         [("swiglu", "bfloat16"), ("geglu", "float32"), ("reglu", "float16")],
     ),
 )
-def test_gated_perceptrons(name, dtype, getkey):
-    layer = mpx.nn.TransformerLayer(
-        HIDDEN, 32, HEADS, activation=GATED[name], gated_mlp=True, key=getkey()
-    )
-    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+def test_gated_perceptrons(name, dtype, x, getkey):
+    options = {"activation": GATED[name], "gated_mlp": True}
+    layer = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, **options, key=getkey())
 
     def expected(layer, x):
         h = x + layer.attention(layer.attention_norm(x))
@@ -192,8 +184,7 @@ def test_gated_perceptrons(name, dtype, getkey):
         )
         return h + w2(GATED[name](w1(n)) * v(n))
 
-    found = gradients(lambda m, x: m(x), *mpx.cast_tree((layer, x), dtype))
-    assert_close(found, gradients(expected, layer, x), TOLERANCE[dtype])
+    assert_same(layer, layer, x, dtype=dtype, other_call=expected)
     plain = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=getkey())
     assert plain.mlp_gate is None
 
@@ -210,23 +201,17 @@ def test_a_gate_keeps_its_half_inputs():
 def test_equinox_attention_with_the_same_weights(dtype, getkey):
     mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, use_bias=False, key=getkey())
     other = eqx.nn.MultiheadAttention(HEADS, HIDDEN, key=getkey())
-    names = ("query", "key", "value", "output")
+    parts = [f"{name}_proj" for name in ("query", "key", "value", "output")]
     other = eqx.tree_at(
-        lambda m: [getattr(m, f"{n}_proj").weight for n in names],
+        lambda m: [getattr(m, part).weight for part in parts],
         other,
-        [getattr(mine, n).weight for n in names],
+        [getattr(mine, part.removesuffix("_proj")).weight for part in parts],
     )
     x = jax.random.normal(getkey(), (LENGTH, HIDDEN))
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-    half, call = (
-        mpx.cast_tree(mine, dtype),
-        eqx.filter_jit(lambda m, *x, **o: m(*x, **o)),
-    )
-    found, expected = (
-        call(half, x.astype(dtype), mask=mask),
-        call(other, *[x] * 3, mask=mask),
-    )
-    assert relative_error(found, expected) <= TOLERANCE[dtype]
+    run = eqx.filter_jit(lambda m, *x: m(*x, mask=mask))
+    found = run(*mpx.cast_tree((mine, x), dtype))
+    assert relative_error(found, run(other, x, x, x)) <= TOLERANCE[dtype]
 
 
 def test_rotary_positions_are_those_of_equinox(getkey):
@@ -259,118 +244,101 @@ def test_rotary_positions_stay_exact_far_out(dtype):
 
 
 def test_another_sequence(getkey):
-    mine, other = attention_pair(getkey(), "float32")
+    mine, other = attention_pair(getkey())
     x, y = (jax.random.normal(getkey(), (2, n, HIDDEN)) for n in (3, 5))
     mask = jnp.arange(15).reshape(3, 5) % 4 != 1
-    call = lambda m, x, y: m(x, y, mask=mask)  # noqa: E731
-    assert_close(gradients(call, mine, x, y), gradients(call, other, x, y), 3e-6)
+    assert_same(mine, other, x, y, call=lambda m, x, y: m(x, y, mask=mask))
 
 
-class TestDropout:
-    def layer(self, **options):
-        return mpx.nn.TransformerLayer(
-            HIDDEN,
-            32,
-            HEADS,
-            attention_dropout=0.5,
-            hidden_dropout=0.25,
-            key=jax.random.key(0),
-            **options,
-        )
+def with_dropout():
+    options = {"attention_dropout": 0.5, "hidden_dropout": 0.25}
+    return mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, **options, key=jax.random.key(0))
 
-    def test_it_needs_a_key_and_inference_none(self, getkey):
-        layer, x = self.layer(), jax.random.normal(getkey(), (LENGTH, HIDDEN))
-        with pytest.raises(ValueError, match="needs a `key` for dropout"):
-            layer(x)
-        with pytest.raises(ValueError, match="MultiheadAttention` needs a `key`"):
-            layer.attention(x)
-        plain = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=jax.random.key(0))
-        np.testing.assert_array_equal(layer(x, inference=True), plain(x))
 
-    def test_keys_decide(self, getkey):
-        layer, x = self.layer(), jax.random.normal(getkey(), (LENGTH, HIDDEN))
-        a, b = getkey(), getkey()
-        np.testing.assert_array_equal(layer(x, key=a), layer(x, key=a))
-        assert (layer(x, key=a) != layer(x, key=b)).any()
+def test_dropout_needs_a_key_and_inference_none(x):
+    layer = with_dropout()
+    with pytest.raises(ValueError, match="needs a `key` for dropout"):
+        layer(x)
+    with pytest.raises(ValueError, match="MultiheadAttention` needs a `key`"):
+        layer.attention(x)
+    plain = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=jax.random.key(0))
+    np.testing.assert_array_equal(layer(x, inference=True), plain(x))
 
-    @pytest.mark.parametrize("dtype", WIDE)
-    def test_rate_and_scale(self, dtype, getkey):
-        from mpx.nn._recomputed import dropout
 
-        x = jnp.ones(20_000, dtype)
-        key = getkey()
-        y, pullback = jax.vjp(lambda x: dropout(x, 0.25, key), x)
-        assert y.dtype == dtype and set(np.unique(y.astype("float32"))) == {
-            0.0,
-            float(jnp.asarray(1 / 0.75, dtype)),
-        }
-        assert abs(float((y != 0).mean()) - 0.75) < 0.02
-        np.testing.assert_array_equal(pullback(x)[0], y)
+def test_keys_decide_dropout(x, getkey):
+    layer, a, b = with_dropout(), getkey(), getkey()
+    np.testing.assert_array_equal(layer(x, key=a), layer(x, key=a))
+    assert (layer(x, key=a) != layer(x, key=b)).any()
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_rate_and_scale_of_dropout(dtype, getkey):
+    from mpx.nn._recomputed import dropout
+
+    x, key = jnp.ones(20_000, dtype), getkey()
+    y, pullback = jax.vjp(lambda x: dropout(x, 0.25, key), x)
+    kept = float(jnp.asarray(1 / 0.75, dtype))
+    assert y.dtype == dtype and set(np.unique(y.astype("float32"))) == {0.0, kept}
+    assert abs(float((y != 0).mean()) - 0.75) < 0.02
+    np.testing.assert_array_equal(pullback(x)[0], y)
+
+
+KEY = jax.random.key(0)
 
 
 def call_linear(x):
-    return mpx.nn.Linear(4, 3, key=jax.random.key(0))(x)
+    return mpx.nn.Linear(4, 3, key=KEY)(x)
 
 
-def attention(**options):
-    options = {"hidden_size": 8, "num_attention_heads": 4, **options}
-    return mpx.nn.MultiheadAttention(**options, key=jax.random.key(0))
+def attention(hidden=8, heads=4, **options):
+    return mpx.nn.MultiheadAttention(hidden, heads, **options, key=KEY)
+
+
+def call_attention(*args, **options):
+    return attention()(jnp.ones((2, 3, 8)), *args, **options)
 
 
 def transformer(**options):
-    return mpx.nn.TransformerLayer(8, 16, 4, **options, key=jax.random.key(0))
+    return mpx.nn.TransformerLayer(8, 16, 4, **options, key=KEY)
 
 
-X = np.ones((2, 3, 8), np.float32)
-BAD = {
-    "Linear size": (lambda: mpx.nn.Linear(0, 1, key=jax.random.key(0)), "positive"),
-    "Linear input": (lambda: call_linear(jnp.ones(5)), "last axis of size 4"),
-    "Linear scalar": (lambda: call_linear(jnp.ones(())), "last axis of size 4"),
-    "norm size": (lambda: mpx.nn.LayerNorm((3, 0)), "must be a positive"),
-    "norm input": (
-        lambda: mpx.nn.RMSNorm(3)(jnp.ones(4)),
-        r"last axes of shape \(3,\)",
-    ),
-    "heads": (lambda: attention(num_attention_heads=3), "must divide `hidden_size`"),
-    "groups": (lambda: attention(num_gqa_groups=3), "divide `num_attention_heads`"),
-    "no heads": (lambda: attention(num_attention_heads=0), "must be a positive"),
-    "odd rotary": (
-        lambda: attention(num_attention_heads=8, use_rotary_positions=True),
-        "an even head size",
-    ),
-    "mask type": (lambda: attention(self_attention_mask_type="x"), "'causal'"),
-    "implementation": (lambda: attention(implementation="x"), "None, 'xla' or"),
-    "the kernel and dropout": (
-        lambda: attention(implementation="cudnn", attention_dropout=0.1),
-        "does not support dropout by a key",
-    ),
-    "rate": (lambda: attention(attention_dropout=1.0), "at least 0 and below 1"),
-    "rate of layer": (
-        lambda: transformer(hidden_dropout=-0.1),
-        "at least 0 and below 1",
-    ),
-    "norm type": (lambda: transformer(layernorm_type="x"), "'layernorm' or"),
-    "rank": (lambda: attention()(jnp.ones(8)), "sequences of shape"),
-    "sequences": (lambda: attention()(jnp.asarray(X), jnp.ones((3, 8))), "equal"),
-    "mask shape": (
-        lambda: attention()(jnp.asarray(X), mask=jnp.ones((3, 4), bool)),
-        r"must have the shape \(3, 3\), \(2, 3, 3\) or \(2, 4, 3, 3\)",
-    ),
-    "bias shape": (
-        lambda: attention()(jnp.asarray(X), bias=jnp.ones((2, 4, 1, 2))),
-        "`bias` of `mpx.nn.MultiheadAttention` must have the shape",
-    ),
-    "mask rank": (
-        lambda: attention()(jnp.asarray(X), mask=jnp.ones(3, bool)),
-        "`mask` of `mpx.nn.MultiheadAttention`",
-    ),
-}
+def bad(match, call):
+    return pytest.param(match, call, id=match)
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    from ..helpers import unchecked_annotations
+MASK = "`mask` of `mpx.nn.MultiheadAttention`"
+MASKS = r"must have the shape \(3, 3\), \(2, 3, 3\) or \(2, 4, 3, 3\)"
+BIAS = "`bias` of `mpx.nn.MultiheadAttention` must have the shape"
+RATE = "at least 0 and below 1"
+CUDNN = {"implementation": "cudnn", "attention_dropout": 0.1}
+ROTARY = {"heads": 8, "use_rotary_positions": True}
 
-    call, match = BAD[name]
+
+@pytest.mark.parametrize(
+    ("match", "call"),
+    [
+        bad("positive", lambda: mpx.nn.Linear(0, 1, key=KEY)),
+        bad("last axis of size 4", lambda: call_linear(jnp.ones(5))),
+        bad("last axis of size 4", lambda: call_linear(jnp.ones(()))),
+        bad("must be a positive", lambda: mpx.nn.LayerNorm((3, 0))),
+        bad(r"last axes of shape \(3,\)", lambda: mpx.nn.RMSNorm(3)(jnp.ones(4))),
+        bad("must divide `hidden_size`", lambda: attention(heads=3)),
+        bad("divide `num_attention_heads`", lambda: attention(num_gqa_groups=3)),
+        bad("must be a positive", lambda: attention(heads=0)),
+        bad("an even head size", lambda: attention(**ROTARY)),
+        bad("'causal'", lambda: attention(self_attention_mask_type="x")),
+        bad("None, 'xla' or", lambda: attention(implementation="x")),
+        bad("does not support dropout by a key", lambda: attention(**CUDNN)),
+        bad(RATE, lambda: attention(attention_dropout=1.0)),
+        bad(RATE, lambda: transformer(hidden_dropout=-0.1)),
+        bad("'layernorm' or", lambda: transformer(layernorm_type="x")),
+        bad("sequences of shape", lambda: attention()(jnp.ones(8))),
+        bad("equal", lambda: call_attention(jnp.ones((3, 8)))),
+        bad(MASKS, lambda: call_attention(mask=jnp.ones((3, 4), bool))),
+        bad(BIAS, lambda: call_attention(bias=jnp.ones((2, 4, 1, 2)))),
+        bad(MASK, lambda: call_attention(mask=jnp.ones(3, bool))),
+    ],
+)
+def test_bad_input_of_layers(match, call):
     with unchecked_annotations(), pytest.raises(ValueError, match=match):
         call()

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpx
 import mpx.nn
 
 from ..autocast.counting import equations
@@ -51,6 +50,10 @@ def call(layer, x):
     return layer(x)
 
 
+def loss(layer, x):
+    return mpx.nn.mean(layer(x) ** 2, dtype="float32")
+
+
 def equal(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
@@ -81,25 +84,20 @@ def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_both_products_of_attention_are_quantized_by_fp8_dpa(implementation, x, getkey):
-    layer = mpx.nn.MultiheadAttention(
-        HIDDEN, 4, implementation=implementation, key=getkey()
-    )
+    options = {"implementation": implementation, "key": getkey()}
+    layer = mpx.nn.MultiheadAttention(HIDDEN, 4, **options)
     with ambient(mpx.MXFP8BlockScaling(fp8_dpa=True)):
         assert quantized_products(call, layer, x) == 4 + 2
 
 
 @pytest.mark.parametrize("name", slow_but(["current"], STATELESS))
 def test_every_recipe_without_a_state(name, x):
-    def loss(layer, x):
-        return mpx.nn.mean(layer(x) ** 2, dtype="float32")
-
     layer, recipe = linear(), STATELESS[name]
     expected = jax.jit(jax.grad(loss))(layer, x).weight
     with ambient(recipe):
         assert quantized_products(call, layer, x) == 1
         found = jax.jit(jax.grad(loss))(layer, x).weight
-    found, expected = map(np.asarray, (found, expected))
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
     assert 1e-3 < error < (0.25 if name in ("nvfp4", "custom") else 0.08)
 
 
@@ -134,18 +132,21 @@ def test_ambient_settings_without_a_recipe_change_no_layer(x):
     assert text == str(jax.make_jaxpr(layer)(x))
 
 
-def nested(layers, x):
-    """Outer recipe, inner recipe, nothing, and the outer recipe again."""
-    with ambient(OUTER):
+OUTER, INNER = mpx.Float8CurrentScaling(mpx.Format.E4M3), mpx.NVFP4BlockScaling()
+
+
+def nested(layers, x, context=ambient):
+    with context(OUTER):
         x = layers[0](x)
-        with ambient(INNER):
+        with context(INNER):
             x = layers[1](x)
-            with ambient(None):
+            with context(None):
                 x = layers[2](x)
         return layers[3](x)
 
 
-OUTER, INNER = mpx.Float8CurrentScaling(mpx.Format.E4M3), mpx.NVFP4BlockScaling()
+def with_regions(layers, x):
+    return nested(layers, x, lambda recipe: mpx.autocast(recipe=recipe))
 
 
 @pytest.mark.slow
@@ -159,10 +160,10 @@ def test_the_inner_context_wins(x):
             x = mpx.autocast(call, recipe=recipe)(layer, x) if recipe else layer(x)
         return x
 
-    def loss(func):
-        return lambda layers: mpx.nn.mean(func(layers, x) ** 2, dtype="float32")
+    def gradient(func):
+        return jax.jit(jax.grad(lambda layers: loss(lambda x: func(layers, x), x)))
 
-    found, wanted = (jax.jit(jax.grad(loss(f))) for f in (nested, expected))
+    found, wanted = map(gradient, (nested, expected))
     assert equal(found(layers), wanted(layers))
 
 
@@ -203,18 +204,7 @@ def test_in_a_transformed_function_the_function_decides(x):
 def test_contexts_in_a_transformed_function_are_regions(x):
     """So a program that is written with contexts may be transformed, too."""
     layers = [linear(seed) for seed in range(4)]
-
-    def with_regions(layers, x):
-        with mpx.autocast(recipe=OUTER):
-            x = layers[0](x)
-            with mpx.autocast(recipe=INNER):
-                x = layers[1](x)
-                with mpx.autocast(recipe=None):
-                    x = layers[2](x)
-            return layers[3](x)
-
-    both = (nested, with_regions)
-    found, expected = (mpx.autocast(func, rules=EVERY) for func in both)
+    found, expected = (mpx.autocast(f, rules=EVERY) for f in (nested, with_regions))
     assert quantized_products(found, layers, x) == 3
     assert equal(jax.jit(found)(layers, x), jax.jit(expected)(layers, x))
 
@@ -234,20 +224,17 @@ def test_rules_of_a_context_are_not_for_the_function_around(x):
         with mpx.autocast(rules=rules, ambient=True):
             return layer(x)
 
-    text = str(jax.make_jaxpr(mpx.autocast(func))(linear(), x))
-    assert text == str(jax.make_jaxpr(mpx.autocast(call))(linear(), x))
+    programs = [jax.make_jaxpr(mpx.autocast(f))(linear(), x) for f in (func, call)]
+    assert str(programs[0]) == str(programs[1])
 
 
 # --- State ----------------------------------------------------------------------------
 
 
 def test_a_recipe_with_a_state_needs_a_transformed_function(x):
-    layer = linear()
-    with ambient(mpx.DelayedScaling()):
-        with pytest.raises(
-            ValueError, match=r"mpx.nn.Linear(?s:.*)mpx.init_scaling\(loss"
-        ):
-            layer(x)
+    layer, match = linear(), r"mpx.nn.Linear(?s:.*)mpx.init_scaling\(loss"
+    with ambient(mpx.DelayedScaling()), pytest.raises(ValueError, match=match):
+        layer(x)
     rules = mpx.Rules(mpx.Rule(mpx.DelayedScaling(), primitive="dot_general"))
     with ambient(CURRENT, rules=rules):
         with pytest.raises(ValueError, match="has a state for each weight"):
@@ -303,10 +290,6 @@ def test_a_row_alone_is_refused(x):
 
 def test_explicit_mixed_precision(x):
     """The gradient function casts the weights, and the layer quantizes."""
-
-    def loss(layer, x):
-        return mpx.nn.mean(layer(x) ** 2, dtype="float32")
-
     layer, x = linear(use_bias=False), x.astype(jnp.float32)
     scaling = mpx.NoLossScaling()
     with mpx.half_precision("bfloat16"):

@@ -1,5 +1,7 @@
 """A small transformer trains in every precision, and keeps little in a scan."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-import mpx
 import mpx.nn
 
 from ..helpers import HALF
@@ -17,8 +18,6 @@ VOCABULARY, HIDDEN, LENGTH = 12, 16, 8
 
 
 class Model(eqx.Module):
-    """Predicts the next token of a sequence."""
-
     embedding: jax.Array
     layers: list[mpx.nn.TransformerLayer]
     norm: mpx.nn.RMSNorm
@@ -26,20 +25,15 @@ class Model(eqx.Module):
     def __init__(self, key, depth=1):
         keys = jax.random.split(key, depth + 1)
         self.embedding = 0.3 * jax.random.normal(keys[0], (VOCABULARY, HIDDEN))
-        self.layers = [
-            mpx.nn.TransformerLayer(
-                HIDDEN,
-                32,
-                4,
-                num_gqa_groups=2,
-                layernorm_type="rmsnorm",
-                self_attention_mask_type="causal",
-                use_rotary_positions=True,
-                hidden_dropout=0.05,
-                key=key,
-            )
-            for key in keys[1:]
-        ]
+        options = {
+            "num_gqa_groups": 2,
+            "layernorm_type": "rmsnorm",
+            "self_attention_mask_type": "causal",
+            "use_rotary_positions": True,
+            "hidden_dropout": 0.05,
+        }
+        layer = functools.partial(mpx.nn.TransformerLayer, HIDDEN, 32, 4, **options)
+        self.layers = [layer(key=key) for key in keys[1:]]
         self.norm = mpx.nn.RMSNorm(HIDDEN)
 
     def __call__(self, tokens, key):
@@ -65,9 +59,8 @@ def train(loss, scaling, dtype=None, steps=20):
     @eqx.filter_jit
     def step(model, state, scaling, key):
         with mpx.half_precision(dtype or "float16"):
-            result = mpx.filter_value_and_grad(loss, scaling, **options)(
-                model, tokens, key
-            )
+            call = mpx.filter_value_and_grad(loss, scaling, **options)
+            result = call(model, tokens, key)
         model, state, scaling = mpx.optimizer_step(model, optimizer, state, result)
         return model, state, scaling, result.value
 
@@ -75,31 +68,24 @@ def train(loss, scaling, dtype=None, steps=20):
     for key in jax.random.split(jax.random.key(1), steps):
         model, state, scaling, value = step(model, state, scaling, key)
         losses.append(float(value))
-    assert all(
-        x.dtype == jnp.float32 for x in jax.tree.leaves(model) if eqx.is_array(x)
-    )
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    assert all(x.dtype == jnp.float32 for x in arrays)
     return losses, scaling
 
 
 @pytest.mark.third_party  # Optax's Adam
 @pytest.mark.parametrize(
-    ("dtype", "style"),
+    ("dtype", "loss", "scaling"),
     [
-        pytest.param("float32", "explicit", marks=pytest.mark.slow),
-        pytest.param("float16", "explicit", marks=pytest.mark.slow),
-        ("bfloat16", "autocast"),
+        pytest.param(None, loss_fn, mpx.NoLossScaling(), marks=pytest.mark.slow),
+        pytest.param(
+            "float16", loss_fn, mpx.DynamicLossScaling(2.0**12), marks=pytest.mark.slow
+        ),
+        ("bfloat16", mpx.autocast(loss_fn, "bfloat16"), mpx.NoLossScaling()),
     ],
 )
-def test_the_loss_falls(dtype, style):
-    scaling = mpx.NoLossScaling()
-    if dtype == "float16":
-        scaling = mpx.DynamicLossScaling(2.0**12)
-    if dtype == "float32":
-        losses, scaling = train(loss_fn, scaling)
-    elif style == "explicit":
-        losses, scaling = train(loss_fn, scaling, dtype)
-    else:
-        losses, scaling = train(mpx.autocast(loss_fn, dtype), scaling, dtype)
+def test_the_loss_falls(dtype, loss, scaling):
+    losses, scaling = train(loss, scaling, dtype)
     assert np.isfinite(losses).all() and scaling.skipped == 0
     assert losses[0] > 2.0 and losses[-1] < 0.5 * losses[0]
 

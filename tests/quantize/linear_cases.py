@@ -12,20 +12,24 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 from mpx._quantize import LinearProduct, Target, quantized_product
+from mpx._quantize._formats._blocks import alone
+from mpx._quantize._products._operands import Copies
 from mpx.quantization import (
     AbstractQuantizer,
     AbstractRecipe,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Role,
+    hadamard_transform,
 )
 from tests.reference import low_precision as reference
 
 CPU = Target("cpu", "cpu")
-FLOAT32 = np.dtype("float32")
+FLOAT32, ALL = np.dtype("float32"), slice(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +156,7 @@ def mx(bits) -> Rounder:
 def nvfp4(shape: tuple[int, int], rotate: bool) -> Rounder:
     def rounder(x: np.ndarray, for_wgrad: bool) -> np.ndarray:
         flat = _flat(x, 16, shape[0] > 1)
-        rotation = np.asarray(
-            mpx.quantization.hadamard_transform(jnp.eye(16)), np.float64
-        )
+        rotation = np.asarray(hadamard_transform(jnp.eye(16)), np.float64)
         if rotate and for_wgrad:
             flat = (flat.reshape(-1, 16).astype(np.float64) @ rotation).astype("f4")
             flat = flat.reshape(-1, x.shape[2] + -x.shape[2] % 16)
@@ -250,25 +252,14 @@ MATRICES = (((1,), (0,)), ((), ()))
 def product_of(
     recipe: Recipe, layout: Layout, dtype=FLOAT32, target=CPU
 ) -> LinearProduct:
-    return LinearProduct(
-        recipe=recipe.recipe,
-        dimension_numbers=layout.dimension_numbers,
-        is_weight_first=layout.is_weight_first,
-        dtype=np.dtype(dtype),
-        target=target,
-    )
+    numbers, first = layout.dimension_numbers, layout.is_weight_first
+    options = {"dimension_numbers": numbers, "is_weight_first": first}
+    return matrix_product(recipe.recipe, dtype, target, **options)
 
 
-def matrix_product(recipe, dtype="float32", target=CPU, **options) -> LinearProduct:
-    """The product of a matrix of data and a matrix of weights."""
-    return LinearProduct(
-        recipe=recipe,
-        dimension_numbers=MATRICES,
-        is_weight_first=False,
-        dtype=np.dtype(dtype),
-        target=target,
-        **options,
-    )
+def matrix_product(recipe, dtype=FLOAT32, target=CPU, **options) -> LinearProduct:
+    options = {"dimension_numbers": MATRICES, "is_weight_first": False, **options}
+    return LinearProduct(recipe=recipe, dtype=np.dtype(dtype), target=target, **options)
 
 
 def assert_close(found, exact: np.ndarray) -> None:
@@ -285,15 +276,77 @@ def linear_product(product, left, right, *besides):
     return quantized_product(product, (left, right), *besides)
 
 
+def trained(product):
+    """The product and its gradients, of what it gives."""
+
+    def train(*args):
+        y, backward = jax.vjp(functools.partial(linear_product, product), *args)
+        return y, *backward(y)
+
+    return train
+
+
+def lowered_for(target: Target, f, *shapes) -> str:
+    """The program for a device, of float32 arrays of these shapes."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = jax.jit(f).trace(*args)
+    return traced.lower(lowering_platforms=(target.platform,)).as_text()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def quantized_operands(recipe: AbstractRecipe, left, right):
+    """Data and a weight as products get them; a scale that is kept is 1."""
+    like = FLOAT32, CPU, alone
+    scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
+    data = Copies(recipe, Role.INPUT, *like, (-1, -2)).first(left, scale)
+    weight = Copies(recipe, Role.WEIGHT, *like, (-2, -1)).first(right, scale)
+    return data, weight
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def result_and_gradients(product: LinearProduct, left, right, g, scales=None):
     """The product, the gradients of left and right, and the amaxes."""
 
-    def f(left, right, scales):
-        return linear_product(product, left, right, scales)
-
+    f = lambda *args: linear_product(product, *args)  # noqa: E731
     y, backward = jax.vjp(f, left, right, scales)
     return y, *backward(g.astype(y.dtype))
+
+
+def check_delayed_in_bfloat16(f, x, w, g, rows=ALL, integers=0) -> None:
+    """Dtypes, amaxes, and bytes that are kept, of a product `f(x, w, scales)`."""
+    x_half, g_half, scales = *(a.astype("bfloat16") for a in (x, g)), jnp.zeros(3)
+
+    @jax.jit
+    def run(x, w, g):
+        y, backward = jax.vjp(f, x, w, scales)
+        return y, *backward(g)
+
+    y, dx, dw, amaxes = run(x_half, w, g_half)
+    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
+    seen = (x_half[rows], w, g_half[rows])
+    largest = [jnp.abs(array.astype("float32")).max() for array in seen]
+    np.testing.assert_array_equal(amaxes, largest)
+    kept = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], x, w, scales)
+    sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
+    assert sizes.pop("float32") <= 3 and sizes.pop("int32", 0) == integers
+    assert list(sizes) == ["uint8"]  # 8 bits, which a CPU keeps as integers
+
+
+def gradients_on_two_devices(f, check_vma: bool, x, w, scales, g, *more):
+    """Those of `f(x, w, scales, *more)`, with all but w and scales in pieces."""
+
+    def loss(x, w, scales, g, *more):
+        return jax.lax.psum((f(x, w, scales, *more) * g).sum(), "data")
+
+    rows, whole = P("data"), P()
+    run = jax.shard_map(
+        loss,
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=(rows, whole, whole, rows, *(rows for _ in more)),
+        out_specs=whole,
+        check_vma=check_vma,
+    )
+    return jax.jit(jax.grad(run, argnums=(0, 1, 2)))(x, w, scales, g, *more)
 
 
 def expected(recipe: Recipe, layout: Layout, left, right, g) -> list[np.ndarray]:

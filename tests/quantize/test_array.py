@@ -9,24 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mpx
-from mpx.quantization import (
-    AbstractQuantizer,
-    BlockQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizedArray,
-    TensorQuantizer,
-)
+from mpx.quantization import MXFP8Quantizer, NVFP4Quantizer, QuantizedArray, quantize
 from tests import helpers
-from tests.quantize.cases import DATA, QUANTIZERS, SHAPE
+from tests.quantize.cases import DATA, KINDS, QUANTIZERS, SHAPE
 
 each_quantizer = pytest.mark.parametrize(
     "name", ["tensor e4m3", "128x128", "nvfp4 1x16"]
 )
 
 
-def stack(name: str) -> tuple[AbstractQuantizer, jax.Array]:
+def stack(name: str):
     x = DATA["normal"]().reshape(2, SHAPE[0] // 2, SHAPE[1])
     x = x * np.array([1, 64], np.float32)[:, None, None]
     return QUANTIZERS[name][0], jnp.asarray(x)
@@ -35,12 +27,10 @@ def stack(name: str) -> tuple[AbstractQuantizer, jax.Array]:
 @functools.cache
 def stacked(name: str) -> QuantizedArray:
     quantizer, x = stack(name)
-    return jax.jit(jax.vmap(lambda x: mpx.quantization.quantize(x, quantizer)))(x)
+    return jax.jit(jax.vmap(lambda x: quantize(x, quantizer)))(x)
 
 
-@jax.jit
-def dequantized(q: QuantizedArray) -> jax.Array:
-    return q.dequantize()
+dequantized = jax.jit(lambda q: q.dequantize())
 
 
 @each_quantizer
@@ -52,7 +42,7 @@ def test_rows_of_a_vmap_are_quantized_on_their_own(name: str):
 
     @jax.jit
     def one(x):
-        row = mpx.quantization.quantize(x, quantizer)
+        row = quantize(x, quantizer)
         return row, row.dequantize()
 
     for index in range(2):
@@ -66,9 +56,7 @@ def test_rows_of_a_vmap_are_quantized_on_their_own(name: str):
 def test_a_scan_takes_and_gives_quantized_arrays(name: str):
     mapped = stacked(name)
 
-    def body(carry, q):
-        return carry + 1, (q, q.dequantize())
-
+    body = lambda carry, q: (carry + 1, (q, q.dequantize()))  # noqa: E731
     _, (again, values) = jax.lax.scan(body, 0, mapped)
     helpers.assert_same_bits(again, mapped)
     helpers.assert_same_bits(values, dequantized(mapped))
@@ -77,13 +65,12 @@ def test_a_scan_takes_and_gives_quantized_arrays(name: str):
 @each_quantizer
 def test_shapes_are_known_without_numbers(name: str):
     quantizer, x = stack(name)
-    q = jax.jit(lambda x: mpx.quantization.quantize(x, quantizer))(x)
-    abstract = jax.eval_shape(lambda x: mpx.quantization.quantize(x, quantizer), x)
+    q = jax.jit(lambda x: quantize(x, quantizer))(x)
+    abstract = jax.eval_shape(lambda x: quantize(x, quantizer), x)
     assert isinstance(abstract, QuantizedArray)
     assert jax.tree.structure(abstract) == jax.tree.structure(q)
-    assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [
-        (a.shape, a.dtype) for a in jax.tree.leaves(q)
-    ]
+    for a, b in zip(*map(jax.tree.leaves, (abstract, q)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert abstract.shape == q.shape == x.shape
     assert abstract.nbytes == q.nbytes
     assert (q.ndim, q.size) == (3, x.size)
@@ -101,19 +88,13 @@ def test_pickle_and_copies_keep_every_bit(name: str):
 
 def test_bytes_are_those_of_the_formats():
     x = jnp.ones((256, 512), jnp.bfloat16)
-    count = x.size
-    bits = {
-        TensorQuantizer(): 8 + 32 / count,
-        BlockQuantizer(): 8 + 32 / 128,
-        BlockQuantizer(block_dimensions=2): 8 + 32 / 128**2,
-        MXFP8Quantizer(): 8 + 8 / 32,
-        NVFP4Quantizer(): 4 + 8 / 16 + 32 / count,
-        NVFP4Quantizer(2): 4 + 8 / 256 + 32 / count,
-    }
-    for quantizer, expected in bits.items():
-        q = jax.eval_shape(lambda x, by=quantizer: mpx.quantization.quantize(x, by), x)
-        assert q.nbytes == count * expected / 8
-    nvfp4 = jax.jit(lambda x: mpx.quantization.quantize(x, NVFP4Quantizer()))(x)
+    one, square = 32 / x.size, 32 / 128**2  # scales of float32
+    bits = (8 + one, 8 + 32 / 128, 8 + square, 8 + 8 / 32)
+    bits += (4 + 8 / 16 + one, 4 + 8 / 256 + one)
+    for name, expected in zip(KINDS, bits, strict=True):
+        q = jax.eval_shape(lambda x, by=QUANTIZERS[name][0]: quantize(x, by), x)
+        assert q.nbytes == x.size * expected / 8
+    nvfp4 = jax.jit(lambda x: quantize(x, NVFP4Quantizer()))(x)
     guard = 1  # one boolean
     assert nvfp4.nbytes + guard == sum(x.nbytes for x in jax.tree.leaves(nvfp4))
     assert (nvfp4.payload.dtype, nvfp4.payload.shape) == (jnp.uint8, (256, 256))
@@ -121,11 +102,9 @@ def test_bytes_are_those_of_the_formats():
 
 
 def test_it_is_immutable():
-    q = jax.eval_shape(
-        lambda x: mpx.quantization.quantize(x, NVFP4Quantizer()), jnp.ones(16)
-    )
+    q = jax.eval_shape(lambda x: quantize(x, NVFP4Quantizer()), jnp.ones(16))
     with pytest.raises(AttributeError, match="assign to field"):
-        q.payload = q.payload  # pyright: ignore
+        q.payload = q.payload
 
 
 def test_a_jitted_function_is_compiled_once_for_equal_metadata():
@@ -137,9 +116,9 @@ def test_a_jitted_function_is_compiled_once_for_equal_metadata():
         return q.dequantize()
 
     x = DATA["normal"]()[:12].reshape(3, 4, -1)
-    quantize = jax.jit(mpx.quantization.quantize, static_argnums=1)
+    run = jax.jit(quantize, static_argnums=1)
     for one in x:
-        f(quantize(one, MXFP8Quantizer()))
+        f(run(one, MXFP8Quantizer()))
     assert len(traced) == 1
-    f(quantize(one, NVFP4Quantizer()))
+    f(run(one, NVFP4Quantizer()))
     assert len(traced) == 2

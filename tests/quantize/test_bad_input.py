@@ -1,4 +1,4 @@
-"""Wrong calls: what must hold, what came, what to do."""
+"""Wrong calls of quantizers and recipes: what must hold, what came, what to do."""
 
 import jax
 import jax.numpy as jnp
@@ -10,167 +10,257 @@ from mpx.quantization import (
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Role,
     TensorQuantizer,
+    hadamard_transform,
 )
-from tests.helpers import Case, type_error, unchecked_annotations, value_error
+from tests.helpers import unchecked_annotations
 
 X = jax.ShapeDtypeStruct((4, 100), jnp.float32)
 
 
-def quantize(x=X, quantizer=None, **options):
-    quantizer = MXFP8Quantizer() if quantizer is None else quantizer
-    return lambda: jax.eval_shape(
-        lambda x: mpx.quantization.quantize(x, quantizer, **options), x
+def refused(error, match, call, *args, **options):
+    name = f"{getattr(call, '__name__', type(call).__name__)}: {match}"
+    return pytest.param(error, match, lambda: call(*args, **options), id=name)
+
+
+def value_error(match, *args, **options):
+    return refused(ValueError, match, *args, **options)
+
+
+def type_error(match, *args, **options):
+    return refused(TypeError, match, *args, **options)
+
+
+def option(error, what, call, **options):
+    """What is said of an option, by its name and that of its class."""
+    module = "mpx.quantization" if call in QUANTIZERS else "mpx"
+    (name,) = options
+    return refused(
+        error, f"`{name}` of `{module}.{call.__name__}` {what}", call, **options
     )
 
 
+def quantize(x=X, quantizer=None, **options):
+    quantizer = MXFP8Quantizer() if quantizer is None else quantizer
+    jax.eval_shape(lambda x: mpx.quantization.quantize(x, quantizer, **options), x)
+
+
+def quantize_twice(quantizer):
+    once = mpx.quantization.quantize(jnp.ones(32), quantizer)
+    mpx.quantization.quantize(once, quantizer)
+
+
+def update(recipe, amax=1.0):
+    recipe.update(recipe.init(), jnp.asarray(amax, jnp.float32), Role.INPUT)
+
+
+def quantizer_of(recipe, role):
+    recipe.quantizer(role)
+
+
+E4M3, E5M2, E2M1 = mpx.Format.E4M3, mpx.Format.E5M2, mpx.Format.E2M1
+SQUARE, DELAYED = NVFP4Quantizer(2), mpx.DelayedScaling
+QUANTIZERS = TensorQuantizer, BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
+SCALES = (0, -1.0, float("nan"), float("inf"), 1e300, 1e-40)
+SCALES += (np.float32(0), np.array(np.nan), jnp.zeros(()))
+ONES = np.ones(16, np.float32)
 CASES = [
     value_error(
-        "no multiple of the block",
-        quantize(),
         r"blocks of 1x32; got shape \(4, 100\), whose axis -1 has length 100. Pad "
         r"that axis with 28 zeros",
+        quantize,
     ),
     value_error(
-        "one of two axes no multiple of the block",
-        quantize(quantizer=NVFP4Quantizer(2)),
         r"blocks of 16x16; got shape \(4, 100\), whose axis -2 has length 4. Pad that "
         "axis with 12 zeros.*choose another `axis`.*`mpx.quantization.TensorQuantizer`",
+        quantize,
+        quantizer=SQUARE,
     ),
-    value_error("no such axis", quantize(axis=2), r"got 2 for shape \(4, 100\)"),
-    type_error("axis of text", quantize(axis="rows"), "integer or a pair"),
-    type_error("boolean axis", quantize(axis=[True]), "integer or a pair"),
-    value_error("two axes for 1x32", quantize(axis=(0, 1)), "1 different axes"),
+    value_error(r"got 2 for shape \(4, 100\)", quantize, axis=2),
+    type_error("integer or a pair", quantize, axis="rows"),
+    type_error("integer or a pair", quantize, axis=[True]),
+    value_error("1 different axes", quantize, axis=(0, 1)),
     value_error(
-        "one axis twice",
-        quantize(quantizer=BlockQuantizer(block_dimensions=2), axis=(0, -2, 1)),
-        r"whose axis -2 has length 4",
+        r"whose axis -2 has length 4",  # one axis twice
+        quantize,
+        quantizer=BlockQuantizer(block_dimensions=2),
+        axis=(0, -2, 1),
     ),
     value_error(
-        "square blocks of a vector",
-        quantize(jnp.ones(16), NVFP4Quantizer(2)),
         r"16x16 needs an array of at least 2 axes; got shape \(16,\)",
+        quantize,
+        ONES,
+        SQUARE,
     ),
-    type_error("integers", quantize(jnp.ones(32, int)), r"got int32\[32\]. Cast"),
-    type_error("low precision", quantize(jnp.ones(32, jnp.float8_e5m2)), "float8_e5m2"),
+    type_error(r"got int32\[32\]. Cast", quantize, np.ones(32, np.int32)),
+    type_error("float8_e5m2", quantize, np.ones(32, E5M2.dtype)),
+    type_error("got float 1.0", mpx.quantization.quantize, 1.0, TensorQuantizer()),
+    type_error("already quantized; `x.dequantize", quantize_twice, MXFP8Quantizer()),
     type_error(
-        "a Python number",
-        lambda: mpx.quantization.quantize(1.0, TensorQuantizer()),  # pyright: ignore
-        "got float 1.0",
-    ),
-    type_error(
-        "quantized already",
-        lambda: mpx.quantization.quantize(
-            mpx.quantization.quantize(jnp.ones(32), MXFP8Quantizer()),  # pyright: ignore
-            MXFP8Quantizer(),
-        ),
-        "already quantized; `x.dequantize",
-    ),
-    type_error(
-        "a format for a quantizer",
-        quantize(quantizer=mpx.Format.E4M3),
         "needs a quantizer such as `mpx.quantization.TensorQuantizer",
+        quantize,
+        quantizer=E4M3,
     ),
     value_error(
-        "no key",
-        quantize(quantizer=MXFP8Quantizer(stochastic_rounding=True)),
         "needs a `key` for stochastic rounding",
+        quantize,
+        quantizer=MXFP8Quantizer(stochastic_rounding=True),
     ),
-    value_error("a scale for blocks", quantize(scale=1.0), "Omit it: each block"),
+    value_error("Omit it: each block", quantize, scale=1.0),
     value_error(
-        "scales",
-        quantize(quantizer=TensorQuantizer(), scale=jnp.ones(4)),
         r"a scalar; got float32\[4\]. Use `jax.vmap`",
+        quantize,
+        X,
+        TensorQuantizer(),
+        scale=ONES[:4],
     ),
     *(
         value_error(
-            f"scale {scale}",
-            quantize(quantizer=TensorQuantizer(), scale=scale),
             "positive and finite, between.*; got .*Omit it",
+            quantize,
+            X,
+            TensorQuantizer(),
+            scale=scale,
         )
-        for scale in (
-            *(0, -1.0, float("nan"), float("inf"), 1e300, 1e-40),
-            *(np.float32(0), np.array(np.nan), jnp.zeros(())),
-        )
+        for scale in SCALES
     ),
     value_error(
-        "hybrid",
-        lambda: TensorQuantizer(mpx.Format.HYBRID),
-        "needs one format.*`Format.HYBRID.forward`",
+        "one format.*`Format.HYBRID.forward`", TensorQuantizer, mpx.Format.HYBRID
     ),
     type_error(
-        "format as text",
-        lambda: MXFP8Quantizer("E4M3"),  # pyright: ignore
-        "needs a format such as `mpx.Format.E4M3`; got 'E4M3'",
+        "needs a format such as `mpx.Format.E4M3`; got 'E4M3'", MXFP8Quantizer, "E4M3"
     ),
     value_error(
-        "4 bits",
-        lambda: BlockQuantizer(mpx.Format.E2M1),
-        "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`",
+        "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`", BlockQuantizer, E2M1
+    ),
+    option(ValueError, "must be 1 or 2; got 3", BlockQuantizer, block_dimensions=3),
+    value_error("along one axis", NVFP4Quantizer, 2, hadamard=True),
+    option(
+        TypeError,
+        "must be True or False; got 1",
+        TensorQuantizer,
+        power_of_two_scales=1,
     ),
     value_error(
-        "dimensions",
-        lambda: BlockQuantizer(block_dimensions=3),
-        "`block_dimensions` of `mpx.quantization.BlockQuantizer` must be 1 or 2; got 3",
+        "finite and not negative; got -1.0", TensorQuantizer, amax_epsilon=-1.0
     ),
-    value_error(
-        "rotated squares", lambda: NVFP4Quantizer(2, hadamard=True), "along one axis"
+    option(
+        TypeError, "must be a number; got 'small'", BlockQuantizer, amax_epsilon="small"
     ),
     type_error(
-        "flag",
-        lambda: TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
-        "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` must be True or "
-        "False; got 1",
+        "needs a floating array; got int32", hadamard_transform, np.ones(16, np.int32)
     ),
-    value_error(
-        "epsilon",
-        lambda: TensorQuantizer(amax_epsilon=-1.0),
-        "finite and not negative; got -1.0",
-    ),
+    value_error("blocks of 1x16", hadamard_transform, np.ones(20, np.float32)),
     type_error(
-        "epsilon of text",
-        lambda: BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
-        "`amax_epsilon` of .*BlockQuantizer` must be a number; got 'small'",
-    ),
-    type_error(
-        "rotating integers",
-        lambda: mpx.quantization.hadamard_transform(jnp.ones(16, int)),
-        "needs a floating array; got int32",
-    ),
-    value_error(
-        "rotating 20 numbers",
-        lambda: mpx.quantization.hadamard_transform(jnp.ones(20)),
-        "blocks of 1x16",
-    ),
-    type_error(
-        "4 signs",
-        lambda: mpx.quantization.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
         r"`signs`.*16 numbers; got float32\[4\]",
+        hadamard_transform,
+        ONES,
+        signs=ONES[:4],
     ),
     value_error(
-        "signs that are none",
-        lambda: mpx.quantization.hadamard_transform(
-            jnp.ones(16), signs=2 * jnp.ones(16)
-        ),
         r"`signs` of `mpx.quantization.hadamard_.* must be 1 or -1, .*; got \[2.0",
+        hadamard_transform,
+        ONES,
+        signs=2 * ONES,
     ),
     value_error(
-        "signs of a quantizer that are none",
-        lambda: NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
         r"`signs` of `mpx.quantization.NVFP4Quantizer` must be 1 or -1, .*0\]",
+        NVFP4Quantizer,
+        hadamard=True,
+        signs=(1,) * 15 + (0,),
     ),
     value_error(
-        "signs of no transform",
-        lambda: NVFP4Quantizer(signs=(1,) * 16),
         "those of the Hadamard transform; .*Set `hadamard=True`",
+        NVFP4Quantizer,
+        signs=(1,) * 16,
+    ),
+    # Recipes.
+    value_error(
+        "`mpx.Format.E4M3` or `mpx.Format.HYBRID`; got <Format.E5M2>: 2 bits",
+        DELAYED,
+        fp8_format=E5M2,
+    ),
+    value_error("use `mpx.NVFP4BlockScaling`", mpx.MXFP8BlockScaling, E2M1),
+    option(
+        TypeError,
+        "must be a `mpx.Format`; got 'HYBRID'",
+        mpx.Float8CurrentScaling,
+        fp8_format="HYBRID",
+    ),
+    value_error(
+        "must be `mpx.Format.E2M1`; got <Format.E4M3>",
+        mpx.NVFP4BlockScaling,
+        fp4_format=E4M3,
+    ),
+    value_error("Set at most one", mpx.Float8BlockScaling, x_block_scaling_dim=2),
+    option(
+        ValueError,
+        "must be 1 or 2; got 3",
+        mpx.Float8BlockScaling,
+        w_block_scaling_dim=3,
+    ),
+    value_error(
+        "None, 'high_precision' or 'dequantized'; got 'bf16'",
+        mpx.MXFP8BlockScaling,
+        backward_override="bf16",
+    ),
+    option(ValueError, "must be None", DELAYED, backward_override="dequantized"),
+    option(ValueError, "must be at least 1; got 0", DELAYED, amax_history_len=0),
+    option(TypeError, "must be an integer; got 0.5", DELAYED, margin=0.5),
+    type_error("got True", DELAYED, True),
+    option(
+        TypeError,
+        "must be a number; got True",
+        mpx.Float8CurrentScaling,
+        amax_epsilon=True,
+    ),
+    option(ValueError, "must be True.*got False. Omit it", DELAYED, reduce_amax=False),
+    option(TypeError, "must be True or False; got 'yes'", DELAYED, reduce_amax="yes"),
+    value_error("-64 and 64", DELAYED, 99),
+    value_error(
+        "'max', 'most_recent' or a function.*got 'mean'",
+        DELAYED,
+        amax_compute_algo="mean",
+    ),
+    value_error(
+        r"`amax_compute_algo` must be a scalar; got shape \(1024,\)",
+        update,
+        DELAYED(amax_compute_algo=lambda h: h),
+    ),
+    value_error(
+        r"a scalar; got shape \(2,\). Use `jax.vmap`",
+        update,
+        DELAYED(),
+        ONES[:2],
+    ),
+    option(
+        TypeError, "must be True or False", mpx.NVFP4BlockScaling, disable_rht="yes"
+    ),
+    type_error(
+        "a role such as `mpx.quantization.Role.INPUT`; got 'input'",
+        quantizer_of,
+        mpx.MXFP8BlockScaling(),
+        "input",
+    ),
+    type_error(
+        "a function from role to quantizer; got MXFP8Quantizer",
+        mpx.CustomRecipe,
+        MXFP8Quantizer(),
+    ),
+    type_error(
+        "or None; got <Format.E4M3> for <Role.INPUT>",
+        quantizer_of,
+        mpx.CustomRecipe(lambda *_: E4M3),
+        Role.INPUT,
     ),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.test_id)
-def test_errors_say_what_to_do(case: Case):
-    with unchecked_annotations(), pytest.raises(case.error, match=case.match):
-        case.call()
+@pytest.mark.parametrize(("error", "match", "call"), CASES)
+def test_wrong_calls_say_what_to_do(error, match, call):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        call()
 
 
 def test_a_scale_and_signs_that_are_traced_are_believed():
@@ -178,7 +268,7 @@ def test_a_scale_and_signs_that_are_traced_are_believed():
 
     @jax.jit
     def f(x, scale, signs):
-        x = mpx.quantization.hadamard_transform(x, signs=signs)
+        x = hadamard_transform(x, signs=signs)
         return mpx.quantization.quantize(x, TensorQuantizer(), scale=scale).dequantize()
 
     found = f(jnp.ones(16), jnp.zeros(()), 2 * jnp.ones(16))

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 from mpx._quantize import ConvolutionProduct, target_from
 from tests.helpers import slow_but
-from tests.quantize.linear_cases import CPU, assert_close, linear_product, tensor
+from tests.quantize import linear_cases as linear
+from tests.quantize.linear_cases import assert_close, linear_product
 from tests.reference import low_precision as reference
 
 DATA, WEIGHT = (2, 7, 6, 4), (3, 2, 4, 6)  # NHWC, HWIO
@@ -24,7 +24,7 @@ def product_of(recipe=None, dtype="float32", **options) -> ConvolutionProduct:
     return ConvolutionProduct(
         recipe=recipe or mpx.Float8CurrentScaling(),
         dtype=np.dtype(dtype),
-        target=options.pop("target", CPU),
+        target=options.pop("target", linear.CPU),
         window_strides=STRIDES,
         padding=PADDING,
         lhs_dilation=(1, 1),
@@ -43,15 +43,8 @@ def arrays():
     return x, w, jax.random.normal(keys[2], shape)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def result_and_gradients(product, x, w, g, scales=None):
-    f = functools.partial(linear_product, product)
-    y, backward = jax.vjp(f, x, w, scales)
-    return y, *backward(g.astype(y.dtype))
-
-
-def quantized(x, bits) -> np.ndarray:
-    return tensor(bits)(np.asarray(x), False)
+def quantized(x, bits=reference.E4M3) -> np.ndarray:
+    return linear.tensor(bits)(np.asarray(x), False)
 
 
 def windows(x: np.ndarray):
@@ -69,82 +62,49 @@ def windows(x: np.ndarray):
             yield i, j, padded, here
 
 
-def exact(x, w, g, backward_x=None, backward_w=None):
+def exact(x, w, g, backward_x, backward_w):
     y, dw = np.zeros(g.shape), np.zeros(WEIGHT)
     d_padded = 0
-    x_kept = x if backward_x is None else backward_x
-    w_kept = w if backward_w is None else backward_w
     for i, j, padded, here in windows(x):
         y += padded[here] @ w[i, j]
-    for i, j, padded, here in windows(x_kept):
+    for i, j, padded, here in windows(backward_x):
         dw[i, j] = np.einsum("nhwc,nhwo->co", padded[here], g)
         d_padded = d_padded + np.zeros(padded.shape)
-        d_padded[here] += g @ w_kept[i, j].T
+        d_padded[here] += g @ backward_w[i, j].T
     (top, bottom), (left, right) = PADDING
     inside = d_padded[:, top : top + DATA[1], left : left + DATA[2]]
     return y, inside, dw
 
 
-def test_a_convolution_and_its_gradients_are_those_of_float64():
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_a_convolution_and_its_gradients_are_those_of_float64(override):
     x, w, g = arrays()
-    found = result_and_gradients(product_of(), x, w, g)
-    e4m3 = (quantized(x, reference.E4M3), quantized(w, reference.E4M3))
-    expected = exact(*e4m3, quantized(g, reference.E5M2))
-    for one, other in zip(found, expected, strict=False):
+    recipe = mpx.Float8CurrentScaling(backward_override=override)
+    found = linear.result_and_gradients(product_of(recipe), x, w, g)
+    low = quantized(x), quantized(w)
+    backward = quantized(g, reference.E5M2), *low
+    if override:
+        backward = [np.asarray(array, np.float64) for array in (g, x, w)]
+    for one, other in zip(found, exact(*low, *backward), strict=False):
         assert_close(one, other)
 
 
-def test_a_backward_pass_in_high_precision():
-    x, w, g = arrays()
-    recipe = mpx.Float8CurrentScaling(backward_override="high_precision")
-    found = result_and_gradients(product_of(recipe), x, w, g)
-    e4m3 = (quantized(x, reference.E4M3), quantized(w, reference.E4M3))
-    high = [np.asarray(array, np.float64) for array in (g, x, w)]
-    for one, other in zip(found, exact(*e4m3, *high), strict=False):
-        assert_close(one, other)
-
-
-def test_dtypes_amaxes_and_bytes():
-    x, w, g = arrays()
+def test_dtypes_amaxes_and_bytes_of_a_convolution():
     product = product_of(mpx.DelayedScaling(), "bfloat16")
-    y, dx, dw, amaxes = result_and_gradients(
-        product, x.astype("bfloat16"), w, g, jnp.zeros(3)
+    linear.check_delayed_in_bfloat16(
+        functools.partial(linear_product, product), *arrays()
     )
-    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
-    seen = (x.astype("bfloat16"), w, g.astype("bfloat16"))
-    largest = [jnp.abs(array.astype("float32")).max() for array in seen]
-    np.testing.assert_array_equal(amaxes, largest)
-
-    def backward(x, w, scales):
-        return jax.vjp(functools.partial(linear_product, product), x, w, scales)[1]
-
-    kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
-    sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
-    # 8 bits, which a CPU keeps as integers.
-    assert sizes.pop("float32") <= 3 and list(sizes) == ["uint8"]
 
 
 @pytest.mark.parametrize("check_vma", slow_but([False], [True, False]))
-def test_in_pieces_on_devices(check_vma: bool):
+def test_a_convolution_in_pieces_on_devices(check_vma: bool):
     x, w, g = arrays()
     x = x * jnp.array([1.0, 8.0])[:, None, None, None]
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     recipe, scales = mpx.DelayedScaling(), jnp.zeros(3)
     product = product_of(recipe, manual_axes=("data",), sums_over_devices=not check_vma)
-
-    def loss(x, w, scales, g):
-        y = linear_product(product, x, w, scales)
-        return lax.psum((y * g).sum(), "data")
-
-    run = jax.shard_map(
-        loss,
-        mesh=mesh,
-        in_specs=(P("data"), P(), P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    found = jax.jit(jax.grad(run, argnums=(0, 1, 2)))(x, w, scales, g)
-    alone = result_and_gradients(product_of(recipe), x, w, g, scales)[1:]
+    f = functools.partial(linear_product, product)
+    found = linear.gradients_on_two_devices(f, check_vma, x, w, scales, g)
+    alone = linear.result_and_gradients(product_of(recipe), x, w, g, scales)[1:]
     for one, other in zip(found, alone, strict=True):
         assert_close(one, np.asarray(other))
 
@@ -152,8 +112,8 @@ def test_in_pieces_on_devices(check_vma: bool):
 def test_the_path_of_a_gpu_runs_on_the_cpu():
     x, w, g = arrays()
     there = product_of(target=target_from("sm_90"))
-    here = result_and_gradients(product_of(), x, w, g)
-    found = result_and_gradients(there, x, w, g)
+    here = linear.result_and_gradients(product_of(), x, w, g)
+    found = linear.result_and_gradients(there, x, w, g)
     jax.tree.map(np.testing.assert_array_equal, found, here)
 
 

@@ -44,6 +44,11 @@ def assert_same(found, alone) -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
 
+def mesh_of(shape, kind=AxisType.Auto):
+    names = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
 @pytest.mark.parametrize(
     ("recipe_name", "check_vma"),
     [
@@ -55,7 +60,7 @@ def assert_same(found, alone) -> None:
 )
 def test_shard_map(recipe_name: str, check_vma: bool):
     recipe = RECIPES[recipe_name]
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((4, 2))
     scales = scales_of(recipe)
     product = matrix_product(
         recipe, manual_axes=("data", "model"), sums_over_devices=not check_vma
@@ -67,12 +72,9 @@ def test_shard_map(recipe_name: str, check_vma: bool):
         return lax.psum((y * g).sum(), ("data", "model")), y
 
     specs = (P("data"), P(None, "model"), P(), P("data", "model"))
+    out = P(), P("data", "model")
     run = jax.shard_map(
-        loss,
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=(P(), P("data", "model")),
-        check_vma=check_vma,
+        loss, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma
     )
     args = (0, 1) if scales is None else (0, 1, 2)
     step = jax.jit(jax.value_and_grad(run, argnums=args, has_aux=True))
@@ -85,19 +87,18 @@ def test_shard_map(recipe_name: str, check_vma: bool):
         np.testing.assert_array_equal(gradients[2], exact)
 
 
+NVFP4 = mpx.NVFP4BlockScaling()
+
+
 @pytest.mark.parametrize(
-    "recipe",
-    slow_but([RECIPES["current"]], [RECIPES["current"], mpx.NVFP4BlockScaling()]),
+    "recipe", slow_but([RECIPES["current"]], [RECIPES["current"], NVFP4])
 )
 def test_jit_over_a_mesh(recipe: mpx.quantization.AbstractRecipe):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    put = jax.device_put
-    rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    rows, whole = (NamedSharding(mesh_of((8,)), spec) for spec in (P("data"), P()))
     product, scales = matrix_product(recipe), scales_of(recipe)
     alone = result_and_gradients(product, X, W, G, scales)
-    found = result_and_gradients(
-        product, put(X, rows), put(W, whole), put(G, rows), scales
-    )
+    placed = jax.device_put((X, W, G), (rows, whole, rows))
+    found = result_and_gradients(product, *placed, scales)
     assert found[0].sharding.spec[0] == "data"
     assert_same(found, alone)
 
@@ -106,58 +107,49 @@ def test_jit_over_a_mesh(recipe: mpx.quantization.AbstractRecipe):
 def test_explicit_axes(recipe_name: str):
     """Types say where arrays are; gradients are where their primals are."""
     recipe = RECIPES[recipe_name]
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((4, 2), AxisType.Explicit)
     product, scales = matrix_product(recipe), scales_of(recipe)
     alone = result_and_gradients(product, X, W, G, scales)
+    specs = P("data"), P(None, "model"), P("data", "model")
     with jax.set_mesh(mesh):
-        x = jax.device_put(X, P("data"))
-        w = jax.device_put(W, P(None, "model"))
-        g = jax.device_put(G, P("data", "model"))
-        found = result_and_gradients(product, x, w, g, scales)
-    assert [jax.typeof(one).sharding.spec for one in found[:3]] == [
-        *(P("data", "model"), P("data", None), P(None, "model"))
-    ]
+        placed = jax.device_put((X, W, G), specs)
+        found = result_and_gradients(product, *placed, scales)
+    specs = [P("data", "model"), P("data", None), P(None, "model")]
+    assert [jax.typeof(one).sharding.spec for one in found[:3]] == specs
     assert_same(found, alone)
 
 
-BY_BLOCKS = {
+ALL = RECIPES | {
     "float8 blocks": mpx.Float8BlockScaling(),
     "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
+    "nvfp4": NVFP4,
 }
+BOTH = P(("data", "model"))
 LAYOUTS = {  # of rows, and of two weights
-    "data parallel": (P(("data", "model")), P(), P()),
+    "data parallel": (BOTH, P(), P()),
     "tensor parallel": (P("data"), P(None, "model"), P("model")),
-    "fully sharded": (P(("data", "model")), P(("data", "model")), P(("data", "model"))),
+    "fully sharded": (BOTH, BOTH, BOTH),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe_name", slow_but(["nvfp4"], RECIPES | BY_BLOCKS))
+@pytest.mark.parametrize("recipe_name", slow_but(["nvfp4"], ALL))
 def test_no_device_gathers_activations_or_their_gradients(recipe_name, layout):
     """Only weights travel, which are smaller here than what the rows make."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    shapes = (8, 256, 128), (128, 256), (256, 128)
+    mesh, shapes = mesh_of((4, 2)), ((8, 256, 128), (128, 256), (256, 128), (128, 8))
     x, *w = (
         jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, LAYOUTS[layout], strict=True)
-    )
-    w.append(
-        jax.ShapeDtypeStruct((128, 8), "float32", sharding=NamedSharding(mesh, P()))
+        for shape, spec in zip(shapes, (*LAYOUTS[layout], P()), strict=True)
     )
 
     def loss(w, x):
         return jnp.mean((jnp.tanh(x @ w[0]) @ w[1] @ w[2]) ** 2)
 
-    half = mpx.autocast(loss, recipe=(RECIPES | BY_BLOCKS)[recipe_name])
+    half = mpx.autocast(loss, recipe=ALL[recipe_name])
     scaling = mpx.init_scaling(half, w, x)
-    places = [one.sharding for one in w]
-    sent = partitioned(
-        lambda s, w, x: mpx.grad(half, s)(w, x).grads,
-        *(scaling, w, x),
-        devices=8,
-        out_shardings=places,
-    )
+    options = {"devices": 8, "out_shardings": [one.sharding for one in w]}
+    step = lambda s, w, x: mpx.grad(half, s)(w, x).grads  # noqa: E731
+    sent = partitioned(step, scaling, w, x, **options)
     moved = [m for m in sent if m.kind != "all-reduce"]
     assert max((m.bytes for m in moved), default=0) <= 4 * 256 * 128
     assert bool(moved) is (layout == "fully sharded")

@@ -16,8 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._quantize import target_from
-from mpx._quantize._formats._blocks import alone
-from mpx._quantize._formats._target import CPU
 from mpx._quantize._products._contraction import contractions
 from mpx._quantize._products._lowering import (
     _dequantized,
@@ -25,22 +23,15 @@ from mpx._quantize._products._lowering import (
     _in_fp8_to_sum,
     _with_axis_last,
 )
-from mpx._quantize._products._operands import Copies
 from mpx.quantization import AbstractQuantizer, AbstractRecipe, Role, TensorQuantizer
 from tests.autocast.counting import equations
-from tests.quantize.linear_cases import (
-    LAYOUTS,
-    MATRICES,
-    RECIPES,
-    data,
-    linear_product,
-    matrix_product,
-    product_of,
-    result_and_gradients,
-    scales_of,
-)
+from tests.nn.cases import relative_error
+from tests.quantize import linear_cases as linear
+from tests.quantize.linear_cases import RECIPES, lowered_for, matrix_product, trained
 
 F8 = r"tensor<\d+x\d+xf8E\dM\d(?:FN)?>"
+CURRENT = mpx.Float8CurrentScaling()
+SMALL = (64, 32), (32, 16)
 
 
 def lowered(
@@ -49,20 +40,12 @@ def lowered(
     """The lines of products in what is lowered for forward and backward."""
     found = target_from(target)
     product = matrix_product(recipe, dtype, found, **options)
-
-    def train(left, right):
-        f = functools.partial(linear_product, product)
-        y, backward = jax.vjp(f, left, right)
-        return y, *backward(y)
-
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    program = jax.jit(train).trace(*args).lower(lowering_platforms=(found.platform,))
-    lines = program.as_text().splitlines()
+    lines = lowered_for(found, trained(product), *shapes).splitlines()
     return [line for line in lines if re.search(r"dot_general|call @__op\$", line)]
 
 
 def test_fp8_units_of_cuda():
-    forward, *backward = lowered(mpx.Float8CurrentScaling(), "sm_90")
+    forward, *backward = lowered(CURRENT, "sm_90")
     assert len(backward) == 2
     assert "allow_imprecise_accumulation = true" in forward
     for line in (forward, *backward):
@@ -71,51 +54,38 @@ def test_fp8_units_of_cuda():
     for line in backward:
         assert "allow_imprecise_accumulation = false" in line
     results = [line.rpartition("-> ")[2] for line in (forward, *backward)]
-    assert results == [
-        "tensor<256x128xbf16>",
-        "tensor<256x512xbf16>",
-        "tensor<512x128xbf16>",
-    ]
+    shapes = ("256x128", "256x512", "512x128")
+    assert results == [f"tensor<{shape}xbf16>" for shape in shapes]
 
 
 def test_what_devices_sum_in_float32_is_scaled_before_the_product():
     """So that XLA sums once behind a loop, and gives each device its piece only."""
-    options = {"reduce_dtype": np.dtype("float32")}
-    recipe = mpx.Float8CurrentScaling()
-    *others, for_weight = lowered(recipe, "sm_90", **options)
+    summed = np.dtype("float32")
+    *others, for_weight = lowered(CURRENT, "sm_90", reduce_dtype=summed)
     for line in others:
         assert len(re.findall(F8, line)) == 2
     assert "(tensor<256x512xf32>, tensor<256x128xf32>)" in for_weight
     assert "precision = [HIGHEST, HIGHEST]" in for_weight
     assert for_weight.endswith("tensor<512x128xf32>")
     # cuBLAS is called for bfloat16 only where the scale comes afterwards.
-    options = {"reduce_dtype": np.dtype("bfloat16")}
-    *_, for_weight = lowered(recipe, "sm_90", **options)
+    *_, for_weight = lowered(CURRENT, "sm_90", reduce_dtype=np.dtype("bfloat16"))
     assert len(re.findall(F8, for_weight)) == 2
 
 
 def test_scales_before_a_product_give_what_they_give_behind_it():
-    left, right, forward = operands(mpx.Float8CurrentScaling())
+    left, right, forward = operands(CURRENT)
     found = jax.jit(_in_fp8_to_sum, static_argnums=2)(left, right, forward)
-    exact = dequantized(left, right, forward, *[np.dtype("float32")] * 2)
     assert found.dtype == jnp.float32
-    assert relative_error(found, exact) < 1e-6
+    assert relative_error(found, dequantized(left, right, forward)) < 1e-6
 
 
 def test_products_on_fp8_units_of_cuda_stand_alone():
     """XLA joins those that share an operand, and does not compile all gelus behind."""
 
-    def barriers(target: str) -> list[str]:
-        found = target_from(target)
-        product = matrix_product(mpx.Float8CurrentScaling(), "bfloat16", found)
-
-        def train(*args):
-            y, backward = jax.vjp(functools.partial(linear_product, product), *args)
-            return y, *backward(y)
-
-        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (32, 16))]
-        traced = jax.jit(train).trace(*args)
-        text = traced.lower(lowering_platforms=(found.platform,)).as_text()
+    def barriers(name: str) -> list[str]:
+        target = target_from(name)
+        product = matrix_product(CURRENT, "bfloat16", target)
+        text = lowered_for(target, trained(product), *SMALL)
         return re.findall(r"optimization_barrier.*: (.*)", text)
 
     operand = "tensor<64x32xf8E4M3FN>, tensor<f32>"
@@ -123,18 +93,17 @@ def test_products_on_fp8_units_of_cuda_stand_alone():
     assert barriers("tpu7x") == []
 
 
+def barriers_of(f, *shapes) -> list[list[str]]:
+    """The dtypes of what waits together."""
+    closed = jax.make_jaxpr(f)(*(jnp.ones(shape) for shape in shapes))
+    barriers = [e for e, _ in equations(closed) if "barrier" in e.primitive.name]
+    return [[str(v.aval.dtype) for v in e.outvars] for e in barriers]
+
+
 def test_nothing_waits_for_the_amaxes_of_delayed_scaling():
     """So that devices join those of a step at once."""
     product = matrix_product(mpx.DelayedScaling(), "bfloat16", target_from("sm_90"))
-
-    def train(*args):
-        y, backward = jax.vjp(functools.partial(linear_product, product), *args)
-        return y, *backward(y)
-
-    shapes = (64, 32), (32, 16), (3,)
-    closed = jax.make_jaxpr(train)(*(jnp.ones(shape) for shape in shapes))
-    barriers = [e for e, _ in equations(closed) if "barrier" in e.primitive.name]
-    kinds = [[str(v.aval.dtype) for v in e.outvars] for e in barriers]
+    kinds = barriers_of(trained(product), *SMALL, (3,))
     assert ["float8_e4m3fn", "float32"] in kinds
     assert ["float8_e5m2", "float32"] in kinds
     assert all(len(kind) <= 2 for kind in kinds)
@@ -142,16 +111,16 @@ def test_nothing_waits_for_the_amaxes_of_delayed_scaling():
 
 def test_fp8_units_give_float32_where_the_scale_is_not_taken_in():
     for options in ({"dtype": "float16"}, {"shapes": ((255, 512), (512, 128))}):
-        for line in lowered(mpx.Float8CurrentScaling(), "sm_90", **options)[:2]:
+        for line in lowered(CURRENT, "sm_90", **options)[:2]:
             assert len(re.findall(F8, line)) == 2 and line.endswith("xf32>")
 
 
 @pytest.mark.parametrize(
     ("recipe", "target", "shapes"),
     [
-        (mpx.Float8CurrentScaling(), "sm_80", ((256, 512), (512, 128))),
-        (mpx.Float8CurrentScaling(), "tpu v5e", ((256, 512), (512, 128))),
-        (mpx.Float8CurrentScaling(), "sm_90", ((1, 512), (512, 128))),
+        (CURRENT, "sm_80", ((256, 512), (512, 128))),
+        (CURRENT, "tpu v5e", ((256, 512), (512, 128))),
+        (CURRENT, "sm_90", ((1, 512), (512, 128))),
         (mpx.MXFP8BlockScaling(), "sm_90", ((256, 512), (512, 128))),
     ],
 )
@@ -162,7 +131,7 @@ def test_without_units_products_are_of_half_precision(recipe, target: str, shape
 
 
 def test_fp8_of_tpus_has_no_preset():
-    for line in lowered(mpx.Float8CurrentScaling(), "tpu7x"):
+    for line in lowered(CURRENT, "tpu7x"):
         assert len(re.findall(F8, line)) == 2 and "algorithm" not in line
 
 
@@ -174,14 +143,11 @@ def test_e5m2_by_e5m2_is_left_out():
         assert not re.findall(F8, line)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        mpx.MXFP8BlockScaling(),
-        mpx.MXFP8BlockScaling(mpx.Format.HYBRID),
-        mpx.NVFP4BlockScaling(),
-    ],
-)
+HYBRID = mpx.MXFP8BlockScaling(mpx.Format.HYBRID)
+BLOCKS = [mpx.MXFP8BlockScaling(), mpx.NVFP4BlockScaling()]
+
+
+@pytest.mark.parametrize("recipe", [*BLOCKS, HYBRID])
 def test_block_scaled_units(recipe: AbstractRecipe):
     lines = lowered(recipe, "sm_100")
     assert len(lines) == 3 and all("block_scaled_dot" in line for line in lines)
@@ -190,26 +156,22 @@ def test_block_scaled_units(recipe: AbstractRecipe):
 def test_block_scaled_units_under_vmap_get_one_batch():
     target = target_from("sm_100")
     product = matrix_product(mpx.MXFP8BlockScaling(), "bfloat16", target)
-    f = jax.vmap(functools.partial(linear_product, product), (0, None))
-    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 64, 96), (96, 32))]
-    program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    f = jax.vmap(functools.partial(linear.linear_product, product), (0, None))
+    program = lowered_for(target, f, (5, 64, 96), (96, 32))
     assert re.search(r"call @__op\$block_scaled_dot.*tensor<5x64x96xf8E4M3FN>", program)
 
 
-@pytest.mark.parametrize(
-    "recipe", [mpx.MXFP8BlockScaling(), mpx.NVFP4BlockScaling()], ids=type
-)
+@pytest.mark.parametrize("recipe", BLOCKS, ids=type)
 def test_block_scaled_units_in_a_program_per_device(recipe: AbstractRecipe):
-    product = matrix_product(recipe, "bfloat16", target_from("sm_100"))
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    target = target_from("sm_100")
+    product = matrix_product(recipe, "bfloat16", target)
     f = jax.shard_map(
-        functools.partial(linear_product, product),
-        mesh=mesh,
+        functools.partial(linear.linear_product, product),
+        mesh=jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
         in_specs=(P("d"), P()),
         out_specs=P("d"),
     )
-    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 96), (96, 32))]
-    program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    program = lowered_for(target, f, (64, 96), (96, 32))
     assert "block_scaled_dot" in program and "tensor<1x32x96x" in program
 
 
@@ -217,15 +179,11 @@ def test_what_is_kept_stays_narrow_where_nothing_computes_with_it():
     """Compilers leave out narrowing and widening again, but for a barrier."""
 
     def barriers(target: str) -> list[list[str]]:
-        recipe = mpx.Float8CurrentScaling()
-        product = matrix_product(recipe, "bfloat16", target_from(target))
-        gradient = jax.grad(lambda *a: linear_product(product, *a).sum(), (0, 1))
-        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (32, 16))]
-        return [
-            [v.aval.dtype.name for v in equation.outvars if v.aval.shape]
-            for equation, _ in equations(jax.make_jaxpr(gradient)(*args))
-            if equation.primitive.name == "optimization_barrier"
-        ]
+        product = matrix_product(CURRENT, "bfloat16", target_from(target))
+        loss = lambda *args: linear.linear_product(product, *args).sum()  # noqa: E731
+        found = barriers_of(jax.grad(loss, (0, 1)), *SMALL)
+        # But for scales, which are float32.
+        return [[dtype for dtype in kind if dtype != "float32"] for kind in found]
 
     narrow = ["float8_e4m3fn", "float8_e4m3fn"]
     assert barriers("sm_80") == [["bfloat16", *narrow], ["float8_e5m2", "float8_e5m2"]]
@@ -245,63 +203,49 @@ def test_what_is_kept_stays_narrow_where_nothing_computes_with_it():
     ],
 )
 def test_a_program_for_another_device_runs_on_the_cpu(recipe_name: str, target: str):
-    recipe, layout = RECIPES[recipe_name], LAYOUTS["3-D"]
-    here = product_of(recipe, layout, "bfloat16")
+    recipe, layout = RECIPES[recipe_name], linear.LAYOUTS["3-D"]
+    here = linear.product_of(recipe, layout, "bfloat16")
     there = dataclasses.replace(here, target=target_from(target))
-    args = (*data(layout), scales_of(recipe))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        result_and_gradients(there, *args),
-        result_and_gradients(here, *args),
-    )
+    args = (*linear.data(layout), linear.scales_of(recipe))
+    results = (linear.result_and_gradients(one, *args) for one in (there, here))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def operands(recipe: AbstractRecipe, shape=(64, 96)):
-    @jax.jit
-    def quantized(left, right):
-        like = np.dtype("float32"), CPU, alone
-        data = Copies(recipe, Role.INPUT, *like, (-1, -2)).first(left)
-        weight = Copies(recipe, Role.WEIGHT, *like, (-2, -1)).first(right)
-        return data, weight
-
     normal = np.random.default_rng(0).standard_normal
     left, right = normal(shape, np.float32), normal((shape[1], 48), np.float32)
-    return *quantized(left, right / 10), contractions(MATRICES, 2, 2).forward
+    forward = contractions(linear.MATRICES, 2, 2).forward
+    return *linear.quantized_operands(recipe, left, right / 10), forward
 
 
-dequantized = jax.jit(_dequantized, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def dequantized(left, right, forward, inner="float32"):
+    return _dequantized(left, right, forward, np.dtype(inner), np.dtype("float32"))
+
+
 in_fp8 = jax.jit(_in_fp8, static_argnums=(2, 3, 4))
-
-
-def relative_error(found, exact) -> float:
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return float(np.abs(found - exact).max() / np.abs(exact).max())
 
 
 @pytest.mark.parametrize("recipe_name", ["current", "nvfp4"])
 def test_half_precision_holds_the_numbers_of_8_and_4_bits(recipe_name: str):
     """They are exact in it, and what is common to a tensor is applied afterwards."""
-    left, right, forward = operands(RECIPES[recipe_name].recipe)
-    found, exact = (
-        dequantized(left, right, forward, np.dtype(inner), np.dtype("float32"))
-        for inner in ("bfloat16", "float32")
-    )
-    assert relative_error(found, exact) < 1e-6
+    args = operands(RECIPES[recipe_name].recipe)
+    assert relative_error(dequantized(*args, "bfloat16"), dequantized(*args)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_scaling_of_fp8_units_is_that_of_the_emulation(dtype: str):
-    left, right, forward = operands(mpx.Float8CurrentScaling())
+    left, right, forward = operands(CURRENT)
     found = in_fp8(left, right, forward, np.dtype(dtype), None)
-    exact = dequantized(left, right, forward, *[np.dtype("float32")] * 2)
+    error = relative_error(found, dequantized(left, right, forward))
     assert found.dtype == dtype
-    assert relative_error(found, exact) <= max(1e-6, float(jnp.finfo(dtype).eps) / 2)
+    assert error <= max(1e-6, float(jnp.finfo(dtype).eps) / 2)
 
 
 @pytest.mark.parametrize("recipe_name", ["mxfp8", "nvfp4"])
 def test_block_scaled_units_get_the_numbers_that_were_quantized(recipe_name: str):
     left, right, forward = operands(RECIPES[recipe_name].recipe)
-    exact = dequantized(left, right, forward, *[np.dtype("float32")] * 2)
+    exact = dequantized(left, right, forward)
     dense = []
     for operand, axis in ((left, -1), (right, -2)):
         payload, scales = jax.jit(_with_axis_last, static_argnums=1)(operand, axis)

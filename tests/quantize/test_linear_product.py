@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx._quantize._formats._target import CPU_WITH_UNITS
 from tests.helpers import slow_but
 from tests.quantize.linear_cases import (
+    CPU,
     LAYOUTS,
     RECIPES,
     assert_close,
@@ -23,48 +25,42 @@ from tests.quantize.linear_cases import (
 
 # One layout for all recipes: odd sizes, nothing is a multiple of a block.
 ODD = LAYOUTS["3-D"]
-
-
-def check(recipe_name: str, layout_name: str) -> None:
-    recipe, layout = RECIPES[recipe_name], LAYOUTS[layout_name]
-    left, right, g = data(layout)
-    product = product_of(recipe, layout)
-    found = result_and_gradients(product, left, right, g, scales_of(recipe))
-    exact = expected(recipe, layout, left, right, g)
-    for one, other in zip(found, exact, strict=False):
-        assert one.dtype == jnp.float32
-        assert_close(one, other)
-
-
 # Of options of a recipe one is quick.
 OPTIONS = ("delayed, warm start", "nvfp4, 1-D, no transform", "high precision backward")
 PLAIN = [name for name in RECIPES if name not in OPTIONS]
-
-
-@pytest.mark.parametrize("recipe_name", slow_but(PLAIN, RECIPES))
-def test_products_of_a_recipe_are_those_of_float64(recipe_name: str):
-    check(recipe_name, "3-D")
-
-
 # One recipe that keeps the layout, and one that brings operands into blocks.
+IN_LAYOUTS = [
+    *(("current", name) for name in LAYOUTS if name not in ("3-D", "matrices")),
+    *(("nvfp4", name) for name in ("weight first", "batches")),
+]
+MORE = [
+    *(("nvfp4", name) for name in ("several contracted", "vector")),
+    *((name, "weight first") for name in ("dequantized backward", "blocks")),
+]
+ON_UNITS = ("delayed", "mxfp8", "nvfp4", "custom", *OPTIONS[1:])
+
+
 @pytest.mark.parametrize(
-    ("recipe_name", "layout_name"),
+    ("recipe_name", "layout_name", "target"),
     [
-        *(("current", name) for name in LAYOUTS if name not in ("3-D", "matrices")),
-        *(("nvfp4", name) for name in ("weight first", "batches")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("nvfp4", "several contracted"),
-                ("nvfp4", "vector"),
-                ("dequantized backward", "weight first"),
-                ("blocks", "weight first"),
-            )
+        *slow_but(
+            [(name, "3-D", CPU) for name in PLAIN],
+            [(name, "3-D", CPU) for name in RECIPES],
         ),
+        *((*case, CPU) for case in IN_LAYOUTS),
+        *(pytest.param(*case, CPU, marks=pytest.mark.slow) for case in MORE),
+        *((name, "matrices", CPU_WITH_UNITS) for name in ON_UNITS),
+        *(("current", name, CPU_WITH_UNITS) for name in LAYOUTS),
     ],
 )
-def test_products_in_every_layout_are_those_of_float64(recipe_name, layout_name: str):
-    check(recipe_name, layout_name)
+def test_products_are_those_of_float64(recipe_name, layout_name, target):
+    """Of each recipe, in each layout, and in bfloat16 on CPUs with units for it."""
+    recipe, layout = RECIPES[recipe_name], LAYOUTS[layout_name]
+    product, arrays = product_of(recipe, layout, target=target), data(layout)
+    found = result_and_gradients(product, *arrays, scales_of(recipe))
+    for one, exact in zip(found, expected(recipe, layout, *arrays), strict=False):
+        assert one.dtype == jnp.float32
+        assert_close(one, exact)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +69,13 @@ def test_products_in_every_layout_are_those_of_float64(recipe_name, layout_name:
 def test_half_precision_rounds_once(recipe_name: str, half: str):
     recipe, (left, right, g) = RECIPES[recipe_name], data(ODD)
     product = product_of(recipe, ODD, half)
-    found = result_and_gradients(product, left.astype(half), right, g)
-    y, d_left, d_right, amaxes = found
+    y, d_left, d_right, amaxes = result_and_gradients(
+        product, left.astype(half), right, g
+    )
     assert (y.dtype, d_left.dtype, d_right.dtype) == (half, half, jnp.float32)
     assert amaxes is None
+    both = left.astype(half), right.astype(half)
+    assert result_and_gradients(product, *both, g)[2].dtype == half
     exact = expected(recipe, ODD, left, right, g)
     rounded = [(y, exact[0]), (d_left, exact[1])]
     if half == "float16":
@@ -91,23 +90,12 @@ def test_half_precision_rounds_once(recipe_name: str, half: str):
         assert (error <= 0.51 * step * np.abs(other) + 1e-6 * np.abs(other).max()).all()
 
 
-def test_weights_in_half_precision_get_gradients_in_it():
-    left, right, g = data(ODD)
-    product = product_of(RECIPES["current"], ODD, "bfloat16")
-    _, _, d_right, _ = result_and_gradients(
-        product, left.astype("bfloat16"), right.astype("bfloat16"), g
-    )
-    assert d_right.dtype == jnp.bfloat16
-
-
 def test_a_weight_is_quantized_from_float32():
     """Rounded to bfloat16 first, 1 + 2^-4 + 2^-10 would be a tie and become 1."""
     near = np.float32(1 + 2**-4 + 2**-10)
-    weight = np.array([[near, 1.75]], np.float32)
     product = product_of(RECIPES["current"], LAYOUTS["matrices"], "bfloat16")
-    y = jax.jit(linear_product, static_argnums=0)(
-        product, jnp.ones((2, 1), "bfloat16"), weight
-    )
+    run = jax.jit(linear_product, static_argnums=0)
+    y = run(product, jnp.ones((2, 1), "bfloat16"), np.array([[near, 1.75]], np.float32))
     assert float(y[0, 0]) == 1.125
 
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 from mpx._quantize import RaggedProduct, quantized_product, target_from
 from mpx.quantization import Role
 from tests.helpers import slow_but
+from tests.quantize import linear_cases as linear
 from tests.quantize.linear_cases import CPU, RECIPES, Recipe, assert_close, scales_of
 
 ROWS, DEPTH, COLUMNS = 37, 40, 20
@@ -39,12 +39,19 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
     )
 
 
+def multiplying(product, sizes=SIZES):
+    """By the sizes of groups, or by those that each device is given."""
+
+    def multiply(x, w, scales=None, each=None):
+        groups = jnp.asarray(sizes) if each is None else each[0]
+        return quantized_product(product, (x, w, groups), scales)
+
+    return multiply
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def result_and_gradients(product, x, w, g, scales=None, sizes=SIZES):
-    def f(x, w, scales):
-        return quantized_product(product, (x, w, jnp.asarray(sizes)), scales)
-
-    y, backward = jax.vjp(f, x, w, scales)
+    y, backward = jax.vjp(multiplying(product, sizes), x, w, scales)
     return y, *backward(g.astype(y.dtype))
 
 
@@ -165,26 +172,10 @@ def test_weights_in_another_layout_and_batches():
             assert_close(batch, np.asarray(other))
 
 
-def test_dtypes_amaxes_and_bytes():
-    x, w, g = arrays()
+def test_dtypes_amaxes_and_bytes_of_experts():
     product = product_of(mpx.DelayedScaling(), dtype="bfloat16")
-    y, dx, dw, amaxes = result_and_gradients(
-        product, x.astype("bfloat16"), w, g, jnp.zeros(3)
-    )
-    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
-    inside = slice(0, SIZES.sum())
-    seen = (x[inside].astype("bfloat16"), w, g[inside].astype("bfloat16"))
-    largest = [jnp.abs(array.astype("float32")).max() for array in seen]
-    np.testing.assert_array_equal(amaxes, largest)
-
-    def backward(x, w, scales):
-        sizes, f = jnp.asarray(SIZES), functools.partial(quantized_product, product)
-        return jax.vjp(lambda x, w, s: f((x, w, sizes), s), x, w, scales)[1]
-
-    kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
-    sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
-    assert sizes.pop("float32") <= 3 and sizes.pop("int32") == len(SIZES)
-    assert list(sizes) == ["uint8"]  # 8 bits, which a CPU keeps as integers
+    rows = slice(0, SIZES.sum())
+    linear.check_delayed_in_bfloat16(multiplying(product), *arrays(), rows, len(SIZES))
 
 
 @pytest.mark.parametrize("check_vma", slow_but([True], [True, False]))
@@ -195,23 +186,10 @@ def test_in_pieces_on_devices(check_vma: bool):
     sizes = np.array([[4, 0, 10, 2], [5, 0, 10, 1]])
     # What the first and the second device have, of each group.
     order = np.argsort(np.repeat([0, 1] * 4, sizes.T.reshape(-1)), kind="stable")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     recipe, scales = mpx.DelayedScaling(), jnp.zeros(3)
     product = product_of(recipe, manual_axes=("data",), sums_over_devices=not check_vma)
-
-    def loss(x, w, scales, g, sizes):
-        y = quantized_product(product, (x, w, sizes[0]), scales)
-        return lax.psum((y * g).sum(), "data")
-
-    run = jax.shard_map(
-        loss,
-        mesh=mesh,
-        in_specs=(P("data"), P(), P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    gradient = jax.jit(jax.grad(run, argnums=(0, 1, 2)))
-    found = gradient(x[order], w, scales, g[order], jnp.asarray(sizes))
+    args = x[order], w, scales, g[order], jnp.asarray(sizes)
+    found = linear.gradients_on_two_devices(multiplying(product), check_vma, *args)
     alone = result_and_gradients(product_of(recipe), x, w, g, scales)[1:]
     alone = (alone[0][order], *alone[1:])
     for one, other in zip(found, alone, strict=True):
@@ -230,5 +208,4 @@ def test_the_path_of_another_device_runs_on_the_cpu(target: str):
 def test_scales():
     x, w, _ = arrays()
     with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
-        operands = x, w, jnp.asarray(SIZES)
-        quantized_product(product_of(mpx.DelayedScaling()), operands)
+        multiplying(product_of(mpx.DelayedScaling()))(x, w)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mpx
-from mpx.quantization import NVFP4Quantizer, TensorQuantizer
+from mpx.quantization import NVFP4Quantizer, TensorQuantizer, quantize
 from tests import helpers
 from tests.quantize.cases import DATA, KINDS, QUANTIZERS, SHAPE, codes_of, scales_of
 from tests.reference import low_precision as reference
@@ -27,7 +27,7 @@ def jitted(name: str):
 
     @jax.jit
     def run(x):
-        q = mpx.quantization.quantize(x, quantizer)
+        q = quantize(x, quantizer)
         return q, q.dequantize()
 
     return run
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_eager_operations(name: str):
     quantizer, _ = QUANTIZERS[name]
     x = jnp.asarray(DATA["outliers"]())
     q, values = jitted(name)(x)
-    eager = mpx.quantization.quantize(x, quantizer)
+    eager = quantize(x, quantizer)
     helpers.assert_same_bits(eager, q)
     helpers.assert_same_bits(eager.dequantize(), values)
 
@@ -95,7 +95,7 @@ def test_the_same_bits_come_out_however_it_is_compiled(name: str, dtype: str):
     quantizer, _ = QUANTIZERS[name]
 
     def run(x):
-        return mpx.quantization.quantize(x, quantizer)
+        return quantize(x, quantizer)
 
     shape = jax.ShapeDtypeStruct(SHAPE, dtype)
     lowered = jax.jit(run).lower(shape)
@@ -118,7 +118,7 @@ def test_axis_is_where_the_blocks_lie(name: str):
 
     @jax.jit
     def run(x):
-        q = mpx.quantization.quantize(x.T, quantizer, axis=0)
+        q = quantize(x.T, quantizer, axis=0)
         return q, q.dequantize()
 
     q, transposed = run(x)
@@ -145,11 +145,9 @@ def test_the_error_is_at_most_half_a_step(name: str, block: np.ndarray):
     factors = np.asarray(q.inverse_scale, np.float64)
     if q.tensor_inverse_scale is not None:
         factors = factors * float(q.tensor_inverse_scale)
-    repeat = [
-        length // max(1, cut) for length, cut in zip(SHAPE, factors.shape, strict=False)
-    ]
     if factors.ndim:
-        factors = np.repeat(np.repeat(factors, repeat[0], 0), repeat[1], 1)
+        block = np.array(SHAPE) // factors.shape
+        factors = np.kron(factors, np.ones(block))
     bits = reference.FORMATS[q.format.name]
     largest = bits.largest * factors
     relative = 2.0 ** -(bits.mantissa + 1) * np.abs(x)
@@ -160,15 +158,6 @@ def test_the_error_is_at_most_half_a_step(name: str, block: np.ndarray):
     if q.format is mpx.Format.E2M1:
         slack = 2.0**-10 * np.abs(x).max() + 2.0**-126
         assert (np.abs(x) <= largest * (1 + 2.0**-3) + slack).all()
-
-
-@pytest.mark.parametrize("data", ["normal", "outliers", "infinity", "zeros", "tiny"])
-def test_mxfp8_saturates_no_finite_number(data: str):
-    x = DATA[data]()
-    q, _ = jitted("mxfp8 e4m3")(x)
-    scales = 2.0 ** (127.0 - np.repeat(scales_of(q), 32, axis=1))
-    real = np.isfinite(x)
-    assert (np.abs(x.astype(np.float64) * scales)[real] <= 448).all()
 
 
 @each_kind
@@ -189,30 +178,22 @@ def test_what_is_not_finite_is_nan_and_so_is_its_block(name: str, value: float):
 
 @pytest.mark.parametrize("format", [mpx.Format.E4M3, mpx.Format.E5M2])
 def test_with_a_scale_that_is_given_only_what_is_not_finite_is_nan(format):
-    largest = format.largest
     x = jnp.array([np.inf, -np.inf, np.nan, 3e38, -3e38, 1.0, 0.0], jnp.float32)
     quantizer = TensorQuantizer(format)
     # 3e38 times 8 is infinite in float32, and still a finite number that saturates.
     for transform in (lambda f: f, jax.jit):
-        q = transform(lambda x: mpx.quantization.quantize(x, quantizer, scale=8.0))(x)
+        q = transform(lambda x: quantize(x, quantizer, scale=8.0))(x)
         found = q.payload.astype(jnp.float32)
-        expected = np.array([*(np.nan,) * 3, largest, -largest, 8, 0])
+        expected = np.array([*(np.nan,) * 3, format.largest, -format.largest, 8, 0])
         np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(q.dequantize(), expected / 8)
-
-
-def test_a_scale_from_elsewhere_is_used():
-    x = jnp.array([1.0, 500.0, 2.0**-12], jnp.float32)
-    q = mpx.quantization.quantize(x, TensorQuantizer(), scale=2.0)
-    assert q.payload.astype(jnp.float32).tolist() == [2.0, 448.0, 0.0]
-    assert q.dequantize().tolist() == [1.0, 224.0, 0.0]
 
 
 @pytest.mark.parametrize("shape", [(), (0, 128), (3,)])
 def test_one_scale_takes_any_shape(shape: tuple[int, ...]):
     @jax.jit
     def run(x):
-        q = mpx.quantization.quantize(x, TensorQuantizer())
+        q = quantize(x, TensorQuantizer())
         return q, q.dequantize()
 
     q, values = run(np.ones(shape, jnp.bfloat16))

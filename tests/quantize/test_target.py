@@ -82,6 +82,11 @@ def test_without_a_name_it_is_the_default_device():
     assert target_from(None) == this_cpu()
     with jax.default_device(jax.devices()[1]):
         assert target_from(None) == this_cpu()
+    # A mesh of an abstract device is asked first.
+    device = jax.sharding.AbstractDevice("NVIDIA B200", 1, "gpu")
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert target_from(None).capability == (10, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,23 +112,15 @@ def test_a_cpu_with_units_is_known_by_what_linux_says(monkeypatch, told, has_uni
 
 def test_a_device_tells_its_capability():
     """A stand-in for `jax.Device`, of which none but CPUs are here."""
-    gpu = types.SimpleNamespace(
-        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0"
-    )
-    rocm = types.SimpleNamespace(
-        platform="gpu", device_kind="MI300X", compute_capability="gfx942"
-    )
-    tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
-    assert target_of(gpu) == Target("cuda", "sm_90", (9, 0))
-    assert target_of(tpu) == Target("tpu", "tpu v6e", (6, 0))
-    assert not target_of(rocm).has_fp8_units
 
+    def target(platform, kind, **more):
+        device = types.SimpleNamespace(platform=platform, device_kind=kind, **more)
+        return target_of(device)
 
-def test_a_mesh_of_an_abstract_device_tells_first():
-    device = jax.sharding.AbstractDevice("NVIDIA B200", 1, "gpu")
-    mesh = jax.sharding.AbstractMesh((4,), ("data",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert target_from(None).capability == (10, 0)
+    h200 = target("gpu", "NVIDIA H200", compute_capability="9.0")
+    assert h200 == Target("cuda", "sm_90", (9, 0))
+    assert target("tpu", "TPU v6 lite") == Target("tpu", "tpu v6e", (6, 0))
+    assert not target("gpu", "MI300X", compute_capability="gfx942").has_fp8_units
 
 
 CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()

@@ -166,11 +166,6 @@ def quantize_nvfp4(x, shape):
     return from_blocks(codes), shared, inverse
 
 
-def pack(codes: np.ndarray) -> np.ndarray:
-    """Two codes of 4 bits in a byte, the first one in the low half."""
-    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
-
-
 def dequantize(codes, bits, factors, shape):
     """Numbers times the float32 factors of their blocks, in float32."""
     numbers = decode(np.where(codes < 0, 0, codes), bits)

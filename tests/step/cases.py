@@ -1,10 +1,13 @@
 """A small problem and small helpers that the tests of gradients share."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx
+
+from ..helpers import HALF, is_same_array
 
 mean = mpx.force_full_precision(jnp.mean, jnp.float32)
 total = mpx.force_full_precision(jnp.sum, jnp.float32)
@@ -16,14 +19,18 @@ FUNCTIONS = {
     "value_and_grad": mpx.value_and_grad,
 }
 
-# (name of a policy or None for full precision, dtype the function computes in)
-PRECISIONS = [
-    (None, jnp.float32),
-    ("params=float32,compute=bfloat16,output=float32", jnp.bfloat16),
-    ("params=float32,compute=float16,output=float32", jnp.float16),
-]
-FLOAT16 = PRECISIONS[2][0]
-BFLOAT16 = PRECISIONS[1][0]
+FLOAT16, BFLOAT16 = (f"params=float32,compute={x},output=float32" for x in HALF)
+
+
+class Counter(eqx.Module):
+    """A weight, and a state that Equinox hands on."""
+
+    weight: jax.Array
+    index: eqx.nn.StateIndex
+
+    def __init__(self, weight=1.0):
+        self.weight = jnp.asarray(weight)
+        self.index = eqx.nn.StateIndex(jnp.zeros(()))
 
 
 def uniform(seed, *shape, low=0.5, high=1.5):
@@ -33,7 +40,6 @@ def uniform(seed, *shape, low=0.5, high=1.5):
 
 
 def params(width=4, seed=0):
-    """The weights of a perceptron."""
     return {
         "w1": uniform(seed, 3, width, low=0.1, high=0.3),
         "b1": uniform(seed + 1, width),
@@ -42,12 +48,10 @@ def params(width=4, seed=0):
 
 
 def batch(size=8, seed=10):
-    """Inputs and targets."""
     return uniform(seed, size, 3), -uniform(seed + 1, size, 1)
 
 
 def loss(params, x, y):
-    """The mean squared error of the perceptron."""
     hidden = jnp.tanh(x @ params["w1"] + params["b1"][None])
     return mean((hidden @ params["w2"] - y) ** 2)
 
@@ -67,14 +71,9 @@ def control(fun, *args):
 
 def same_bits(a, b):
     """Whether two trees agree in structure, dtypes, shapes and every bit."""
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        return False
-    return all(
-        np.asarray(x).dtype == np.asarray(y).dtype
-        and np.asarray(x).shape == np.asarray(y).shape
-        and np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    same_structure = jax.tree.structure(a) == jax.tree.structure(b)
+    return same_structure and all(is_same_array(x, y) for x, y in pairs)
 
 
 def close(a, b, tolerance):
@@ -86,5 +85,4 @@ def close(a, b, tolerance):
 
 
 def dtypes(tree):
-    """The dtypes of all leaves, as a set of names."""
     return {str(jnp.asarray(x).dtype) for x in jax.tree.leaves(tree)}

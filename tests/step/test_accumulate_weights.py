@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import mpx
 import mpx.nnx
 
 NONE = mpx.NoLossScaling()
@@ -90,14 +89,15 @@ def test_declared_weights_are_whole(form):
     assert error < 0.01
 
 
+def once_and_four(grad, func, *args, **kwargs):
+    """Gradients of a batch, and of the same in four micro-batches."""
+    return [grad(func, NONE, accumulate=n)(*args, **kwargs).grads for n in (1, 4)]
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_declared_weights_are_whole_where_leaves_are_filtered(mixed):
-    once, four = (
-        mpx.filter_grad(MARKED, NONE, False, mixed, accumulate=n)(
-            STUDENT, TEACHER, TOKENS
-        ).grads
-        for n in (1, 4)
-    )
+    grad = functools.partial(mpx.filter_grad, use_mixed_precision=mixed)
+    once, four = once_and_four(grad, MARKED, STUDENT, TEACHER, TOKENS)
     assert np.allclose(once, four, atol=2e-3 if mixed else 1e-6)
 
 
@@ -118,10 +118,7 @@ def test_declared_weights_are_whole_in_nnx():
 
     func = mpx.autocast(loss, weights=(0, 2))
     for args, kwargs in [((TOKENS, TEACHER), {}), ((TOKENS,), {"teacher": TEACHER})]:
-        once, four = (
-            mpx.nnx.grad(func, NONE, accumulate=n)(student, *args, **kwargs).grads
-            for n in (1, 4)
-        )
+        once, four = once_and_four(mpx.nnx.grad, func, student, *args, **kwargs)
         assert np.allclose(once["kernel"][...], four["kernel"][...], atol=2e-3)
 
 
@@ -141,10 +138,7 @@ def test_a_frozen_base_in_8_bits_is_whole():
     recipe = mpx.Float8CurrentScaling()
     func = mpx.autocast(loss, weights=(0, 1), recipe=recipe)
     stored = mpx.quantization.quantize_weights(base)
-    once, four = (
-        mpx.filter_grad(func, NONE, accumulate=n)(adapter, stored, x).grads
-        for n in (1, 4)
-    )
+    once, four = once_and_four(mpx.filter_grad, func, adapter, stored, x)
     for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(four), strict=True):
         assert jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(a)
 
@@ -217,11 +211,8 @@ def test_keys_scalars_state_and_whole_have_no_first_axis():
 def test_an_error_in_a_micro_batch_says_so(axes):
     mask = jnp.ones((8, 3))  # closed over: nobody can split it
 
-    def loss(w, x):
-        return jnp.sum(x * mask) * jnp.sum(w)
-
-    how = mpx.Accumulation(4, axes=axes)
-    gradient = mpx.grad(mpx.autocast(loss), NONE, accumulate=how)
+    loss = mpx.autocast(lambda w, x: jnp.sum(x * mask) * jnp.sum(w))
+    gradient = mpx.grad(loss, NONE, accumulate=mpx.Accumulation(4, axes=axes))
     match = r"micro-batch of `accumulate=4`.*float32\[2,3\] at `args\[1\]`.*whole="
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh), pytest.raises(TypeError, match=match):

@@ -8,17 +8,8 @@ import pytest
 
 import mpx
 
-from .cases import (
-    FLOAT16,
-    FUNCTIONS,
-    batch,
-    control,
-    gradient,
-    loss,
-    params,
-    same_bits,
-    total,
-)
+from . import cases
+from .cases import FLOAT16, FUNCTIONS, batch, gradient, params, same_bits, total
 
 
 @pytest.mark.parametrize(("has_aux", "jit"), [(False, True), (True, False)])
@@ -27,9 +18,8 @@ def test_unpacks_in_the_papers_order(name, has_aux, jit):
     fun = lambda w: (total(w**2), {"n": w}) if has_aux else total(w**2)  # noqa: E731
 
     def call(w, scaling):
-        return FUNCTIONS[name](
-            fun, scaling, has_aux=has_aux, policy=mpx.get_policy(FLOAT16)
-        )(w)
+        policy = mpx.get_policy(FLOAT16)
+        return FUNCTIONS[name](fun, scaling, has_aux=has_aux, policy=policy)(w)
 
     call = jax.jit(call) if jit else call
     result = call(jnp.array([1.0, 2.0]), mpx.DynamicLossScaling(16.0))
@@ -60,9 +50,8 @@ def test_unpacks_in_the_papers_order(name, has_aux, jit):
 
 def test_result_is_a_pytree_and_pickles():
     fun = lambda w: (total(w), w)  # noqa: E731
-    result = mpx.filter_value_and_grad(fun, mpx.DynamicLossScaling(), has_aux=True)(
-        jnp.ones(2)
-    )
+    step = mpx.filter_value_and_grad(fun, mpx.DynamicLossScaling(), has_aux=True)
+    result = step(jnp.ones(2))
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(result)]
     assert {".value", ".finite", ".grads", ".aux"} <= set(paths)
     for copy in (
@@ -89,7 +78,7 @@ def test_replace_knows_its_fields():
 def test_without_mixed_precision(scaling):
     w, (x, y) = params(), batch()
     result = gradient(None, scaling)(w, x, y)
-    value, expected = control(loss, w, x, y)
+    value, expected = cases.control(cases.loss, w, x, y)
     assert same_bits(result.grads, expected) and same_bits(result.value, value)
     if scaling is None:
         assert result.scaling is None
@@ -103,10 +92,8 @@ def test_aux_comes_back_as_it_was_returned():
         aux = {"half": w * 2, "name": "dense", "n": 3, "none": None, "act": jax.nn.relu}
         return total(w * x), {**aux, "int": jnp.arange(3)}
 
-    call = mpx.filter_grad(
-        fun, mpx.DynamicLossScaling(), has_aux=True, policy=mpx.get_policy(FLOAT16)
-    )
-    aux = call(jnp.ones(2), jnp.ones(2)).aux
+    step = gradient(FLOAT16, mpx.DynamicLossScaling(), fun, has_aux=True)
+    aux = step(jnp.ones(2), jnp.ones(2)).aux
     assert aux["half"].dtype == jnp.float16
     assert aux["name"] == "dense" and aux["n"] == 3 and aux["none"] is None
     assert aux["act"] is jax.nn.relu and aux["int"].dtype == jnp.int32

@@ -40,21 +40,22 @@ def sums(func, *args):
     (equation,) = jax.make_jaxpr(func)(*args).jaxpr.eqns
     found, used = [], set(equation.params["jaxpr"].outvars)
     for inner in reversed(equation.params["jaxpr"].eqns):
-        if used.isdisjoint(inner.outvars):
-            continue
-        used.update(v for v in inner.invars if isinstance(v, core.Var))
-        found += every(inner)
-    return collections.Counter(
-        str(e.invars[0].aval.dtype)
-        for e in found
-        if e.primitive.name.startswith("psum")
-    )
+        if not used.isdisjoint(inner.outvars):
+            used.update(v for v in inner.invars if isinstance(v, core.Var))
+            found += every(inner)
+    found = [e for e in found if e.primitive.name.startswith("psum")]
+    return collections.Counter(str(e.invars[0].aval.dtype) for e in found)
 
 
 def every(equation):
-    """An equation, and those of the programs in it."""
     inside = [e for p in sub_jaxprs(equation) for e in p.jaxpr.eqns]
     return [equation, *(e for inner in inside for e in every(inner))]
+
+
+def run_and_sums(step, w, x, out_specs=ONE, devices=None, **options):
+    """What eight devices give, and the dtypes of their sums."""
+    run = sharded(step, (ONE, DATA), out_specs, devices or mesh(), **options)
+    return jax.jit(run)(w, x), sums(run, w, x)
 
 
 def gradient(loss, policy=FLOAT16, scale=2.0**14, **options):
@@ -72,42 +73,60 @@ def product(w, x):
     return total(w * x)
 
 
+W, X = jnp.ones(()), jnp.ones(8)
+IN_FLOAT32 = {"accumulate_dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "kind"),
     # Each two values of two of them come together.
     [
         (FLOAT16, {}, AxisType.Auto),
-        (FLOAT16, {"accumulate_dtype": "float32"}, AxisType.Explicit),
-        (BFLOAT16, {"accumulate_dtype": "float32"}, AxisType.Auto),
+        (FLOAT16, IN_FLOAT32, AxisType.Explicit),
+        (BFLOAT16, IN_FLOAT32, AxisType.Auto),
         (BFLOAT16, {}, AxisType.Explicit),
     ],
 )
 def test_eight_good_gradients_of_one_give_eight(policy, options, kind):
     """At a scale of 2^14 their sum, 2^17, is no number of float16."""
     devices, step = mesh(kind), gradient(product, policy, **options)
-    run = sharded(step, (ONE, DATA), ONE, devices)
-    w = jax.device_put(jnp.ones(()), NamedSharding(devices, ONE))
-    x = jax.device_put(jnp.ones(8), NamedSharding(devices, DATA))
-    grads, scale, finite = jax.jit(run)(w, x)
+    w, x = jax.device_put((W, X), tuple(NamedSharding(devices, s) for s in (ONE, DATA)))
+    (grads, scale, finite), dtypes = run_and_sums(step, w, x, devices=devices)
     assert grads == 8 and grads.dtype == np.float32
     assert finite and scale == 2.0**14
-    assert set(sums(run, w, x)) == {"float32"}
+    assert set(dtypes) == {"float32"}
 
 
-@pytest.mark.parametrize("policy", [FLOAT16, BFLOAT16])
-def test_autocast_sums_in_float32(policy):
-    loss = mpx.autocast(product, policy.split("=")[2].partition(",")[0])
-    run = sharded(gradient(loss, None), (ONE, DATA), ONE, mesh())
-    grads, _, finite = jax.jit(run)(jnp.ones(()), jnp.ones(8))
-    assert grads == 8 and finite
-    assert set(sums(run, jnp.ones(()), jnp.ones(8))) == {"float32"}
+HALF_WEIGHTS = {
+    dtype: mpx.get_policy(f"params={dtype},compute={dtype}")
+    for dtype in ("float16", "bfloat16")
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "examples"),
+    [
+        (gradient(mpx.autocast(product, "bfloat16"), None), "float32", 8),
+        (gradient(mpx.autocast(product, "float16"), None), "float32", 8),
+        (gradient(product, accumulate=4), "float32", 64),  # in four means
+        # Whose float32 copies are in the optimizer.
+        *(
+            (gradient(product, policy), dtype, 8)
+            for dtype, policy in HALF_WEIGHTS.items()
+        ),
+    ],
+)
+def test_autocast_micro_batches_and_half_weights_sum_in_float32(step, dtype, examples):
+    w, x = W.astype(dtype), jnp.ones(examples)
+    (grads, _, finite), dtypes = run_and_sums(step, w, x)
+    assert grads == min(examples, 16) and grads.dtype == np.float32 and finite
+    assert set(dtypes) == {"float32"}
 
 
 def test_no_digit_is_lost_between_devices():
     """256 + 1 is 256 in bfloat16; eight devices add 1 to 2^8."""
-    x = jnp.ones(8).at[0].set(256)
-    run = sharded(gradient(product, BFLOAT16, 1.0), (ONE, DATA), ONE, mesh())
-    assert jax.jit(run)(jnp.ones(()), x)[0] == 263
+    step = gradient(product, BFLOAT16, 1.0)
+    assert run_and_sums(step, W, X.at[0].set(256))[0][0] == 263
 
 
 LOSSES = {
@@ -153,18 +172,14 @@ def data():
 def test_gradients_are_those_of_float32(name):
     """The sum of the losses where they differ, and the loss where all share it."""
     loss, (w, x) = LOSSES[name], data()
-    step = gradient(loss, scale=2.0**6)
-    run = sharded(step, (ONE, DATA), ONE, mesh())
-    control = sharded(jax.grad(loss), (ONE, DATA), ONE, mesh())
-    grads, _, finite = jax.jit(run)(w, x)
-    close(grads, jax.jit(control)(w, x), 2e-3)
-    assert finite and "float16" not in sums(run, w, x)
+    (grads, _, finite), found = run_and_sums(gradient(loss, scale=2.0**6), w, x)
+    exact, theirs = run_and_sums(jax.grad(loss), w, x)
+    close(grads, exact, 2e-3)
+    assert finite and "float16" not in found
     # And not more of them than JAX has for a loss and a gradient of float32.
-    shared = sharded(
-        lambda w, x: jax.lax.pmax(loss(w, x), "data"), (ONE, DATA), ONE, mesh()
-    )
-    theirs = sums(control, w, x) + sums(shared, w, x)
-    assert sums(run, w, x)["float32"] <= theirs["float32"]
+    shared = lambda w, x: jax.lax.pmax(loss(w, x), "data")  # noqa: E731
+    theirs += run_and_sums(shared, w, x)[1]
+    assert found["float32"] <= theirs["float32"]
 
 
 def test_results_of_weights_alone_stay_shared():
@@ -180,12 +195,12 @@ def test_results_of_weights_alone_stay_shared():
         return value, shared, own, grads
 
     w, x = data()
-    run = sharded(step, (ONE, DATA), (ONE, ONE, DATA, ONE), mesh())
-    value, shared, own, grads = jax.jit(run)(w, x)
+    found, dtypes = run_and_sums(step, w, x, (ONE, ONE, DATA, ONE))
+    _, shared, own, grads = found
     assert shared == pytest.approx(6, rel=1e-3) and own.shape == x.shape
     exact = jax.grad(lambda w: jnp.mean(w["a"] * x))(w)
     close(grads, exact, 2e-3)
-    assert set(sums(run, w, x)) == {"float32"}
+    assert set(dtypes) == {"float32"}
 
 
 @pytest.mark.parametrize("axes", ["data", ("data", "model")], ids=str)
@@ -193,7 +208,7 @@ def test_two_mesh_axes(axes):
     """Gradients are summed over the axes of the data, and not over another."""
     both = mesh(shape=(4, 2), names=("data", "model"))
     run = sharded(gradient(product), (ONE, P(axes)), ONE, both)
-    assert jax.jit(run)(jnp.ones(()), jnp.ones(8))[0] == 8
+    assert jax.jit(run)(W, X)[0] == 8
 
 
 def test_weights_in_pieces_on_one_axis_and_replicated_on_the_other():
@@ -215,52 +230,22 @@ def test_weights_in_pieces_on_one_axis_and_replicated_on_the_other():
 
 
 def test_without_the_check_gradients_are_those_of_each_device():
-    step = gradient(product)
-    run = sharded(
-        lambda w, x: jax.lax.psum(step(w, x)[0], "data"),
-        (ONE, DATA),
-        ONE,
-        mesh(),
-        check_vma=False,
-    )
-    assert jax.jit(run)(jnp.ones(()), jnp.ones(8)) == 8
-    assert sums(run, jnp.ones(()), jnp.ones(8)) == {"float32": 1}
-
-
-def test_micro_batches():
-    run = sharded(gradient(product, accumulate=4), (ONE, DATA), ONE, mesh())
-    grads, _, finite = jax.jit(run)(jnp.ones(()), jnp.ones(64))
-    assert grads == 16 and finite  # 64 of them, in four means
-    assert set(sums(run, jnp.ones(()), jnp.ones(64))) == {"float32"}
+    step = lambda w, x: jax.lax.psum(gradient(product)(w, x)[0], "data")  # noqa: E731
+    found, dtypes = run_and_sums(step, W, X, check_vma=False)
+    assert found == 8 and dtypes == {"float32": 1}
 
 
 def test_one_bad_device_is_seen_by_all():
-    run = sharded(gradient(product), (ONE, DATA), ONE, mesh())
-    grads, scale, finite = jax.jit(run)(jnp.ones(()), jnp.ones(8).at[3].set(7e4))
+    (grads, _, finite), _ = run_and_sums(gradient(product), W, X.at[3].set(7e4))
     assert not finite and not np.isfinite(grads)
 
 
-def test_kept_weights_are_summed_as_they_are():
+def test_kept_weights_are_summed_as_they_are_and_unused_ones_get_zero():
     def loss(w, x):
         return total(w["a"] * x) + total(w["b"] * x.astype(jnp.float32))
 
     step = gradient(loss, keep=lambda path, leaf: path.endswith("['b']"))
-    run = sharded(step, (ONE, DATA), ONE, mesh())
-    grads, *_ = jax.jit(run)({"a": jnp.ones(()), "b": jnp.ones(())}, jnp.ones(8))
+    w = {"a": W, "b": W, "unused": jnp.ones(3)}
+    (grads, *_), _ = run_and_sums(step, w, X)
     assert grads["a"] == grads["b"] == 8
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_weights_of_half_precision(dtype):
-    """Whose float32 copies are in the optimizer."""
-    policy = mpx.get_policy(f"params={jnp.dtype(dtype)},compute={jnp.dtype(dtype)}")
-    run = sharded(gradient(product, policy), (ONE, DATA), ONE, mesh())
-    grads, _, finite = jax.jit(run)(jnp.ones((), dtype), jnp.ones(8))
-    assert grads == 8 and finite and grads.dtype == np.float32
-
-
-def test_a_weight_that_is_not_used_has_a_gradient_of_zero():
-    run = sharded(gradient(lambda w, x: product(w["a"], x)), (ONE, DATA), ONE, mesh())
-    w = {"a": jnp.ones(()), "b": jnp.ones(3)}
-    grads, *_ = jax.jit(run)(w, jnp.ones(8))
-    assert grads["a"] == 8 and np.array_equal(grads["b"], np.zeros(3))
+    assert np.array_equal(grads["unused"], np.zeros(3))

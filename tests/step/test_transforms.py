@@ -8,70 +8,32 @@ import pytest
 import mpx
 
 from ..helpers import unscaled
-from .cases import (
-    BFLOAT16,
-    FLOAT16,
-    PRECISIONS,
-    batch,
-    close,
-    control,
-    dtypes,
-    gradient,
-    loss,
-    params,
-    same_bits,
-    total,
-    uniform,
-)
+from . import cases
+from .cases import FLOAT16, batch, close, gradient, loss, params, same_bits, total
 
 pytestmark = unscaled
 
 
 @pytest.mark.parametrize(
-    ("policy", "scale", "period"),
+    ("policy", "scale", "period", "accumulate"),
     [
-        (None, 2.0**8, 1),
-        (BFLOAT16, 2.0**-3, 1),
-        (FLOAT16, 2.0, 1000),
-        (FLOAT16, 2.0**8, 1),
+        (None, 2.0**8, 1, 1),
+        (cases.BFLOAT16, 2.0**-3, 1, 1),
+        (FLOAT16, 2.0, 1000, 1),
+        (FLOAT16, 2.0**8, 1, 1),
+        (FLOAT16, 2.0**6, 1, 4),  # every micro-batch is scaled alike
     ],
 )
-def test_scaling_changes_no_bit(policy, period, scale):
+def test_scaling_changes_no_bit(policy, period, scale, accumulate):
     """Row 1: a power of two leaves loss and gradients as they are."""
-    w, (x, y) = params(), batch()
+    args = params(), *batch()
     dynamic = mpx.DynamicLossScaling(scale, 2.0**-10, period=period)
-    plain = gradient(policy, mpx.NoLossScaling())(w, x, y)
-    scaled = gradient(policy, dynamic)(w, x, y)
+    plain = gradient(policy, mpx.NoLossScaling(), accumulate=accumulate)(*args)
+    scaled = gradient(policy, dynamic, accumulate=accumulate)(*args)
     assert same_bits(plain.grads, scaled.grads)
     assert same_bits(plain.value, scaled.value)
     grown = scale * (2 if period == 1 and policy is not None else 1)
     assert float(scaled.scaling.loss_scale) == grown
-
-
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [(None, 1e-6), (BFLOAT16, 2e-2), (FLOAT16, 3e-3)]
-)
-def test_equals_the_full_precision_control(policy, tolerance):
-    w, (x, y) = params(), batch()
-    scaling = mpx.DynamicLossScaling(2.0**8)
-    value, scaling, finite, grads = gradient(policy, scaling)(w, x, y)
-    expected_value, expected = control(loss, w, x, y)
-    assert bool(finite)
-    close(grads, expected, tolerance)
-    close(value, expected_value, tolerance)
-    assert dtypes((grads, value)) == {"float32"}
-
-
-def test_the_function_computes_in_the_compute_dtype():
-    seen = []
-
-    def fun(w, x):
-        seen.append((w.dtype, x.dtype))
-        return total(w * x)
-
-    for policy, _ in PRECISIONS:
-        gradient(policy, mpx.NoLossScaling(), fun)(jnp.ones(2), jnp.ones(2))
-    assert seen == [(dtype, dtype) for _, dtype in PRECISIONS]
 
 
 @pytest.mark.parametrize("finite", [True, False])
@@ -104,7 +66,7 @@ def test_a_large_float16_loss_is_reported_right(start):
 
 def test_the_largest_start_changes_no_bit():
     """65504, which MPX takes as a scale, changes nearly every float16 gradient."""
-    x = uniform(0, 1000, low=0.1, high=0.9).astype(jnp.float16)
+    x = cases.uniform(0, 1000, low=0.1, high=0.9).astype(jnp.float16)
     fun = lambda w, x: total(w * x)  # noqa: E731
     scaling = mpx.DynamicLossScaling(mpx.FLOAT16_MAX)
     result = gradient(FLOAT16, scaling, fun)(jnp.ones(1000), x)
@@ -113,7 +75,7 @@ def test_the_largest_start_changes_no_bit():
 
 
 @pytest.mark.parametrize(
-    "policy", [FLOAT16, pytest.param(BFLOAT16, marks=pytest.mark.slow)]
+    "policy", [FLOAT16, pytest.param(cases.BFLOAT16, marks=pytest.mark.slow)]
 )
 def test_twenty_steps_with_a_growing_scale_change_no_bit(policy):
     """At period 2 each second step grows the scale: in MPX weights are 11% off."""
@@ -140,7 +102,7 @@ def test_twenty_steps_with_a_growing_scale_change_no_bit(policy):
     assert same_bits(grown, fixed) and grown_losses == fixed_losses
     full = params()
     for _ in range(20):
-        grads = control(loss, full, x, y)[1]
+        grads = cases.control(loss, full, x, y)[1]
         full = jax.tree.map(lambda w, g: w - 0.05 * g, full, grads)
     close(grown, full, 2e-3 if policy == FLOAT16 else 2e-2)
 
@@ -169,11 +131,9 @@ def test_nan_is_a_bad_step(where):
 def test_nan_in_aux_is_no_bad_step():
     """The function jaxamp counts a NaN in aux as an overflow."""
     fun = lambda w: (total(w), jnp.float32(np.nan))  # noqa: E731
-    result = mpx.filter_grad(fun, mpx.DynamicLossScaling(8.0), has_aux=True)(
-        jnp.ones(2)
-    )
-    assert bool(result.finite)
-    assert np.isnan(result.aux)
+    step = mpx.filter_grad(fun, mpx.DynamicLossScaling(8.0), has_aux=True)
+    result = step(jnp.ones(2))
+    assert bool(result.finite) and np.isnan(result.aux)
 
 
 def test_duplicate_indices_overflow_is_found():
@@ -215,10 +175,10 @@ def test_complex_weights_stay_complex():
 
     w = {"real": jnp.ones(2), "z": jnp.array([3 + 4j, 1 - 1j], jnp.complex64)}
     result = gradient(FLOAT16, mpx.DynamicLossScaling(2.0**7), fun)(w)
-    _, expected = control(fun, w)
+    _, expected = cases.control(fun, w)
     assert result.grads["z"].dtype == jnp.complex64
     np.testing.assert_allclose(result.grads["z"], expected["z"], rtol=2e-3)
-    assert dtypes(result.grads["real"]) == {"float32"}
+    assert cases.dtypes(result.grads["real"]) == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -234,9 +194,8 @@ def test_a_complex_gradient_keeps_its_imaginary_part(form, accumulate, grad_dtyp
     policy = f"params=float32,compute=float32,output=float32,grad={grad_dtype}"
     z, x = jnp.array([1 + 2j, 3j], jnp.complex64), jnp.ones((2, 2))
     loss = lambda z, x: jnp.mean(jnp.abs(x.astype(z.dtype) @ z) ** 2)  # noqa: E731
-    value_and_grad = form(
-        loss, mpx.DynamicLossScaling(2.0**7), policy=policy, accumulate=accumulate
-    )
+    scaling = mpx.DynamicLossScaling(2.0**7)
+    value_and_grad = form(loss, scaling, policy=policy, accumulate=accumulate)
     result = value_and_grad(z, x)
     assert result.grads.dtype == jnp.complex64
     np.testing.assert_allclose(result.grads, jax.grad(loss)(z, x), rtol=1e-6)
@@ -255,7 +214,7 @@ def test_tied_weights_get_a_gradient_for_each_place():
     fun = lambda w: total(w["in"] * w["out"] ** 2)  # noqa: E731
     w = {"in": shared, "out": shared}
     result = gradient(FLOAT16, mpx.DynamicLossScaling(2.0**4), fun)(w)
-    assert same_bits(result.grads, control(fun, w)[1])
+    assert same_bits(result.grads, cases.control(fun, w)[1])
 
 
 @pytest.mark.parametrize(("accumulate", "bad"), [(1, True), (2, True), (2, False)])
@@ -288,18 +247,14 @@ def test_gradient_penalty_equals_control():
         inner = jax.grad(lambda x: total(jnp.tanh(x @ w["w1"])))(x)
         return loss(w, x, y) + total(inner.astype(jnp.float32) ** 2)
 
-    w, (x, y) = params(), batch()
-
-    @jax.jit
-    def in_float16(scaling, *args):
-        return gradient(FLOAT16, scaling, fun)(*args).grads
-
-    scaled = in_float16(mpx.DynamicLossScaling(2.0**7), w, x, y)
-    plain = in_float16(mpx.NoLossScaling(), w, x, y)
-    _, expected = jax.jit(control, static_argnums=0)(fun, w, x, y)
+    args = params(), *batch()
+    step = jax.jit(lambda scaling, *args: gradient(FLOAT16, scaling, fun)(*args).grads)
+    scaled = step(mpx.DynamicLossScaling(2.0**7), *args)
+    plain = step(mpx.NoLossScaling(), *args)
+    _, expected = jax.jit(cases.control, static_argnums=0)(fun, *args)
     close(scaled, expected, 5e-3)
     close(scaled, plain, 1e-3)
-    exact = jax.jit(gradient(None, None, fun))(w, x, y)
+    exact = jax.jit(gradient(None, None, fun))(*args)
     close(exact.grads, expected, 1e-6)
 
 
@@ -311,7 +266,7 @@ def test_vmap_gives_gradients_per_example():
 
     per_example = jax.jit(jax.vmap(one))(x, y)
     mean = jax.tree.map(lambda g: g.mean(0), per_example)
-    close(mean, control(loss, w, x, y)[1], 3e-3)
+    close(mean, cases.control(loss, w, x, y)[1], 3e-3)
 
 
 def test_one_trace_serves_all_steps():
@@ -337,11 +292,8 @@ def test_one_trace_serves_all_steps():
 
 def test_no_callback_and_no_branch():
     """Row 35: nothing runs on the host, and a skip is a select."""
-
-    def step(w, scaling, x, y):
-        return gradient(FLOAT16, scaling, accumulate=2)(w, x, y)
-
-    text = str(jax.make_jaxpr(step)(params(), mpx.DynamicLossScaling(), *batch()))
+    step = lambda s, *args: gradient(FLOAT16, s, accumulate=2)(*args)  # noqa: E731
+    text = str(jax.make_jaxpr(step)(mpx.DynamicLossScaling(), params(), *batch()))
     assert "callback" not in text and "cond[" not in text and "while[" not in text
 
 
@@ -352,43 +304,36 @@ def test_scan_over_steps_equals_a_loop(checking_leaks):
         w = mpx.select_tree(result.finite, w - 0.1 * result.grads, w)
         return (w, result.scaling), result.finite
 
-    xs = uniform(3, 6, 2).at[2].set(jnp.nan)
-    start = (jnp.ones(2), mpx.DynamicLossScaling(2.0**4, period=2))
-    carry, finite = jax.lax.scan(step, start, xs)
-    expected = start
-    one = jax.jit(step)
+    xs = cases.uniform(3, 6, 2).at[2].set(jnp.nan)
+    carry = start = (jnp.ones(2), mpx.DynamicLossScaling(2.0**4, period=2))
+    one, (found, finite) = jax.jit(step), jax.lax.scan(step, start, xs)
     for x in xs:
-        expected, _ = one(expected, x)
+        carry, _ = one(carry, x)
     assert finite.tolist() == [True, True, False, True, True, True]
-    close(carry[0], expected[0], 1e-6)
-    assert same_bits(carry[1], expected[1])
+    close(found[0], carry[0], 1e-6)
+    assert same_bits(found[1], carry[1])
 
 
 def test_accumulating_by_hand():
     w, (x, y) = params(), batch()
     scaling = mpx.StaticLossScaling(2.0**5)
-    sums = None
 
     @jax.jit  # as the other: XLA rounds a chain of float16 operations once, or each
     def micro_batch(scaling, *args):
         return mpx.calculate_scaled_grad(loss, scaling)(*args)
 
     with mpx.half_precision("float16"):
-        for i in range(2):
-            value, grads = micro_batch(scaling, w, x[i::2], y[i::2])
-            sums = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
+        both = [micro_batch(scaling, w, x[i::2], y[i::2]) for i in range(2)]
         expected = mpx.filter_grad(loss, scaling, accumulate=2)(w, x, y)
-    assert dtypes((sums, value)) == {"float32"}
+    assert cases.dtypes(both) == {"float32"}
+    sums = jax.tree.map(jnp.add, both[0][1], both[1][1])
     mean = jax.tree.map(lambda g: g / 2, scaling.unscale(sums))
     close(mean, expected.grads, 1e-6)
-
-
-def test_calculate_scaled_grad_scales_value_and_gradient():
+    # It scales both value and gradient.
     fun = lambda w: (total(w * 3), "aux")  # noqa: E731
     scaling = mpx.StaticLossScaling(8.0)
-    (value, aux), grads = mpx.calculate_scaled_grad(fun, scaling, has_aux=True)(
-        jnp.ones(2)
-    )
+    step = mpx.calculate_scaled_grad(fun, scaling, has_aux=True)
+    (value, aux), grads = step(jnp.ones(2))
     assert (float(value), aux) == (48.0, "aux")
     assert same_bits(grads, jnp.full(2, 24.0))
 
