@@ -38,7 +38,7 @@ AREAS = {
     "tests/step/test_recipe_scaling.py tests/tools/inspect/test_decisions.py "
     "tests/benchmarks/test_wire.py",
     "_autocast/_contexts.py": "tests/step/test_rounding_step.py "
-    "tests/test_transformer_engine.py tests/step/test_missing_scales.py "
+    "tests/test_transformer_engine.py "
     "tests/step/test_evaluation.py tests/nn/test_recipes.py",
     "_autocast/_forced.py": "tests/autocast/test_forced.py tests/test_x64.py "
     "tests/test_bad_input.py",
@@ -62,12 +62,12 @@ AREAS = {
     "_base/errors.py": "tests/test_bad_input.py tests/step/test_bad_gradients.py "
     "tests/nnx/test_bad_input.py tests/quantize/test_bad_input.py",
     "_base/jax_compat.py": "tests/test_xla.py tests/program "
-    "tests/settings/test_function.py tests/autocast/test_entries.py "
+    "tests/settings/test_function.py tests/autocast/test_gathers.py "
     "tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py "
     "tests/step/test_transforms.py tests/tools/inspect/test_costs.py "
     "tests/quantize/test_derivatives.py",
     "_base/wraps.py": "tests/settings/test_function.py tests/autocast/test_forced.py "
-    "tests/autocast/test_entries.py",
+    "tests/autocast/test_gathers.py",
 }
 
 

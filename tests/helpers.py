@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -134,6 +135,27 @@ class Case:
     def test_id(self) -> str:
         """The name without addresses, which differ from process to process."""
         return re.sub(r" at 0x[0-9a-f]+", "", self.name)
+
+    def check(self) -> None:
+        """Fails unless the call is refused, as a user sees it: without the hook."""
+        with unchecked_annotations(), pytest.raises(self.error, match=self.match):
+            self.call()
+
+
+def refused(
+    error: type[Exception], *pairs: tuple[str, Callable[[], Any]]
+) -> list[Case]:
+    """A case for each message with its call; the message is the name, too."""
+    return [Case(match, call, error, match) for match, call in pairs]
+
+
+def each_refused(
+    error: type[Exception], match: str, call: Callable[[Any], Any], *values: Any
+) -> list[Case]:
+    """A case for each value of an argument, all with one message."""
+    return [
+        Case(f"{match} {v}", functools.partial(call, v), error, match) for v in values
+    ]
 
 
 def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:

@@ -60,7 +60,6 @@ def loss(params, images, labels):
 
 
 def losses(loss):
-    """The loss of each step; of a run that may go on."""
     optimizer = optax.adam(3e-3)
 
     def step(state, batch):

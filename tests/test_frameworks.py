@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from sklearn.datasets import load_digits
 
 import mpx
+import mpx.nnx
 
 from .helpers import assert_same_bits, slow_but, unscaled
+from .registries import RECIPES
 
 # Flax, Haiku and Optax need JAX's own promotion.
 pytestmark = [pytest.mark.third_party, unscaled]
@@ -72,8 +75,6 @@ class EmaModel(eqx.Module):
 
 
 def equinox_batch_norm(mode="batch", momentum=0.9, wrapped=True):
-    """A perceptron of Equinox's own layers."""
-
     def build():
         keys = jax.random.split(jax.random.key(0))
         first = eqx.nn.Linear(64, WIDTH, key=keys[0])
@@ -81,8 +82,7 @@ def equinox_batch_norm(mode="batch", momentum=0.9, wrapped=True):
         last = eqx.nn.Linear(WIDTH, 10, key=keys[1])
         if mode == "ema":
             return EmaModel(first, norm, last, wrapped)
-        layers = [first, norm, eqx.nn.Lambda(jax.nn.relu), last]
-        return eqx.nn.Sequential(layers)
+        return eqx.nn.Sequential([first, norm, eqx.nn.Lambda(jax.nn.relu), last])
 
     model, state = eqx.nn.make_with_state(build)()
 
@@ -95,8 +95,6 @@ def equinox_batch_norm(mode="batch", momentum=0.9, wrapped=True):
 
 
 class LinenModel(linen.Module):
-    """A perceptron with batch normalization."""
-
     momentum: float
 
     @linen.compact
@@ -147,86 +145,74 @@ WITH_STATISTICS = {
 FRAMEWORKS = {"plain_jax": plain_jax, **WITH_STATISTICS}
 
 
+def policy_of(precision):
+    return mpx.get_policy(f"params=float32,compute={precision},output=float32")
+
+
 def train(build, precision):
-    """The losses, the final model state and the final scaling."""
     model, state, loss = build()
-    optimizer = optax.adam(1e-2)
-    mixed = precision != "float32"
-    policy = mpx.get_policy(f"params=float32,compute={precision},output=float32")
-    scaling = {
-        "float32": mpx.NoLossScaling,
-        "bfloat16": mpx.NoLossScaling,
-        "float16": lambda: mpx.DynamicLossScaling(2.0**15, period=20),
-    }[precision]()
+    optimizer, scaling = optax.adam(1e-2), mpx.NoLossScaling()
+    options = {"use_mixed_precision": precision != "float32", "has_aux": True}
+    options["policy"] = policy_of(precision)
+    if precision == "float16":
+        scaling = mpx.DynamicLossScaling(2.0**15, period=20)
 
     @eqx.filter_jit
     def step(model, state, opt_state, scaling, x, labels):
         inputs = (x, labels) if state is None else (state, x, labels)
-        result = mpx.filter_value_and_grad(
-            loss, scaling, has_aux=True, use_mixed_precision=mixed, policy=policy
-        )(model, *inputs)
-        model, opt_state, scaling = mpx.optimizer_step(
-            model, optimizer, opt_state, result
-        )
+        result = mpx.filter_value_and_grad(loss, scaling, **options)(model, *inputs)
+        model, *rest = mpx.optimizer_step(model, optimizer, opt_state, result)
         if state is not None:
             state = mpx.select_tree(result.finite, result.aux, state)
-        return model, state, opt_state, scaling, result.value
+        return (model, state, *rest), result.value
 
     images, labels = digits()
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    carry = (
+        model,
+        state,
+        optimizer.init(eqx.filter(model, eqx.is_inexact_array)),
+        scaling,
+    )
     losses = []
     for i in range(STEPS):
         rows = np.arange(i * BATCH, (i + 1) * BATCH) % len(images)
-        model, state, opt_state, scaling, value = step(
-            model, state, opt_state, scaling, images[rows], labels[rows]
-        )
+        carry, value = step(*carry, images[rows], labels[rows])
         losses.append(float(value))
-    assert {str(x.dtype) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))} == {
-        "float32"
-    }
+    model, state, _, scaling = carry
+    weights = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    assert {x.dtype.name for x in weights} == {"float32"}
     return np.array(losses), state, scaling
 
 
 @pytest.mark.parametrize("name", slow_but(["plain_jax", "equinox_batch"], FRAMEWORKS))
 def test_half_precision_reaches_the_float32_loss(name):
-    losses, states, scalings = {}, {}, {}
-    for precision in PRECISIONS:
-        losses[precision], states[precision], scalings[precision] = train(
-            FRAMEWORKS[name], precision
-        )
-    full = losses["float32"]
+    runs = {precision: train(FRAMEWORKS[name], precision) for precision in PRECISIONS}
+    full, expected, _ = runs.pop("float32")
     assert full[-10:].mean() < 0.5 * full[0]
-    for precision, tolerance in (("bfloat16", 0.05), ("float16", 0.05)):
-        half = losses[precision]
+    for half, state, _ in runs.values():
         assert np.isfinite(half).all()
-        assert abs(half[-10:].mean() - full[-10:].mean()) < tolerance * full[0]
+        assert abs(half[-10:].mean() - full[-10:].mean()) < 0.05 * full[0]
         # The first loss is that of the same weights, rounded.
         assert half[0] == pytest.approx(full[0], rel=2e-2)
-        for a, b in zip(
-            jax.tree.leaves(states[precision]),
-            jax.tree.leaves(states["float32"]),
-            strict=True,
-        ):
+        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
             assert a.dtype == b.dtype
             a, b = np.float64(a), np.float64(b)
             assert np.abs(a - b).max() <= 0.3 * np.abs(b).max() + 0.1
-    assert int(scalings["bfloat16"].skipped) == 0
-    assert int(scalings["float16"].skipped) < 10
-    assert int(scalings["float16"].steps) == STEPS
+    assert int(runs["bfloat16"][2].skipped) == 0
+    scaling = runs["float16"][2]
+    assert int(scaling.skipped) < 10 and int(scaling.steps) == STEPS
 
 
-def gradient(loss, policy, *args):
-    """The result of one step, compiled."""
-
+def gradient(loss, precision, *args):
     @eqx.filter_jit
     def step(scaling, *args):
-        return mpx.filter_grad(loss, scaling, has_aux=True, policy=policy)(*args)
+        options = {"has_aux": True, "policy": policy_of(precision)}
+        return mpx.filter_grad(loss, scaling, **options)(*args)
 
     return step(mpx.NoLossScaling(), *args)
 
 
 def numbers(state):
-    """The running statistics, as one vector."""
     leaves = [np.ravel(x) for x in jax.tree.leaves(state) if eqx.is_inexact_array(x)]
     assert {x.dtype.name for x in leaves} == {"float32"}
     return np.concatenate(leaves)
@@ -241,17 +227,14 @@ def numbers(state):
         ("haiku", "bfloat16", 1e-4),
     ],
 )
-def test_statistics_go_through_a_half_precision_loss_unrounded(
-    name, precision, tolerance
-):
+def test_statistics_go_through_a_half_precision_loss(name, precision, tolerance):
     """With a momentum of 0.999 a step is small, and lost where they are cast (MPX)."""
     model, state, loss = WITH_STATISTICS[name](momentum=0.999)
     images, labels = (x[:BATCH] for x in digits())
     plain = eqx.filter_jit(loss)
     _, state = plain(model, state, images, labels)  # the first fills empty statistics
     state = jax.tree.map(lambda x: x + 1 / 3 if eqx.is_inexact_array(x) else x, state)
-    policy = mpx.get_policy(f"params=float32,compute={precision},output=float32")
-    result = gradient(loss, policy, model, state, images, labels)
+    result = gradient(loss, precision, model, state, images, labels)
     _, expected = plain(model, state, images, labels)
     before, after, expected = (numbers(s) for s in (state, result.aux, expected))
     rounded = np.float32(before.astype(jnp.dtype(precision)))
@@ -260,18 +243,15 @@ def test_statistics_go_through_a_half_precision_loss_unrounded(
     assert (after != before).any()
 
 
-@pytest.mark.parametrize(
-    ("mode", "precision"), [("batch", "float16"), ("ema", "bfloat16")]
-)
+@pytest.mark.parametrize("mode,precision", [("batch", "float16"), ("ema", "bfloat16")])
 def test_equinox_batch_norm_on_good_and_bad_steps(mode, precision):
     """The state comes back as aux, and a skipped step keeps the one from before."""
     model, state, loss = equinox_batch_norm(mode)
 
     @eqx.filter_jit
-    def step(model, state, scaling, x, labels):
-        scaling, finite, grads, new = mpx.filter_grad(loss, scaling, has_aux=True)(
-            model, state, x, labels
-        )
+    def step(model, state, scaling, *batch):
+        gradient = mpx.filter_grad(loss, scaling, has_aux=True)
+        scaling, finite, grads, new = gradient(model, state, *batch)
         return mpx.select_tree(finite, new, state), scaling, grads
 
     images, labels = (x[:BATCH].copy() for x in digits())
@@ -292,32 +272,139 @@ def test_equinox_batch_norm_in_ema_mode_must_be_wrapped():
     """It selects between statistics of the batch, half, and running ones, float32."""
     model, state, loss = equinox_batch_norm("ema", wrapped=False)
     images, labels = (x[:BATCH] for x in digits())
+    gradient = mpx.filter_grad(loss, mpx.NoLossScaling(), has_aux=True)
     with pytest.raises(TypeError, match="select.*float32, float16"):
-        mpx.filter_grad(loss, mpx.NoLossScaling(), has_aux=True)(
-            model, state, images, labels
-        )
+        gradient(model, state, images, labels)
 
 
 def test_haikus_own_average_of_half_precision_statistics_is_wrong():
     """It computes in the input's dtype, where 0.999 is 1; the guide warns of it."""
     model, state, loss = haiku_model(momentum=0.999, wrapped=False)
     images, labels = (x[:BATCH] for x in digits())
-    policy = mpx.get_policy("params=float32,compute=bfloat16,output=float32")
-    result = gradient(loss, policy, model, state, images, labels)
+    result = gradient(loss, "bfloat16", model, state, images, labels)
     assert bool(result.finite) and not np.isfinite(numbers(result.aux)).all()
 
 
 def test_nnx_is_refused_with_a_way_out():
-    nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     fun = lambda model, x: model(x).astype(jnp.float32).mean()  # noqa: E731
     with pytest.raises(TypeError, match="Use `mpx.nnx.value_and_grad`.*nnx.split"):
         mpx.filter_grad(fun, mpx.NoLossScaling())(model, jnp.ones(2))
     graph, weights = nnx.split(model)
+    split = lambda weights, x: fun(nnx.merge(graph, weights), x)  # noqa: E731
+    assert mpx.filter_grad(split, mpx.NoLossScaling())(weights, jnp.ones(2)).finite
 
-    def split(weights, x):
-        return fun(nnx.merge(graph, weights), x)
 
-    assert bool(
-        mpx.filter_grad(split, mpx.NoLossScaling())(weights, jnp.ones(2)).finite
-    )
+# --- Recipes, of which the models know nothing ----------------------------------------
+
+CLASSES = 4
+
+
+def classes():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(64, WIDTH)).astype(np.float32)
+    labels = (x @ random.normal(size=(WIDTH, CLASSES))).argmax(-1)
+    return jnp.asarray(x), jnp.asarray(labels, jnp.int32)
+
+
+def equinox_mlp():
+    model = eqx.nn.MLP(WIDTH, CLASSES, WIDTH, 2, key=jax.random.key(1))
+    names = [f"layers[{i}].weight" for i in range(2)]
+    return model, lambda m, x, y: cross_entropy(jax.vmap(m)(x), y), names
+
+
+class LinenPerceptron(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = linen.relu(linen.Dense(WIDTH)(x))
+        return linen.Dense(CLASSES)(x)
+
+
+def linen_mlp():
+    model = LinenPerceptron()
+    params = jax.jit(model.init)(jax.random.key(1), classes()[0])
+    names = [f"['params']['Dense_{i}']['kernel']" for i in range(2)]
+    return params, lambda p, x, y: cross_entropy(model.apply(p, x), y), names
+
+
+def haiku_mlp():
+    mlp = haiku.transform(lambda x: haiku.nets.MLP([WIDTH, WIDTH, CLASSES])(x))
+    model = haiku.without_apply_rng(mlp)
+    params = jax.jit(model.init)(jax.random.key(1), classes()[0])
+    names = [f"['mlp/~/linear_{i}']['w']" for i in range(2)]
+    return params, lambda p, x, y: cross_entropy(model.apply(p, x), y), names
+
+
+MODELS = {"equinox": equinox_mlp, "linen": linen_mlp, "haiku": haiku_mlp}
+TRAINED = [("linen", "delayed"), ("equinox", "mxfp8"), ("haiku", "delayed")]
+
+
+def assert_learns(step, carry):
+    losses = []
+    for _ in range(8):
+        carry, value = step(*carry)
+        losses.append(float(value))
+    assert losses[-1] < 0.7 * losses[0]
+    scales = getattr(carry[-1], "scales_by_weight", dict)()
+    assert all((x != 1).all() for x in scales.values())
+    return carry[-1]
+
+
+@pytest.mark.parametrize(("name", "recipe"), slow_but(TRAINED[:1], TRAINED))
+def test_a_model_trains_with_a_recipe(name, recipe):
+    model, func, names = MODELS[name]()
+    loss, batch = mpx.autocast(func, recipe=RECIPES[recipe]), classes()
+    scaling = mpx.init_scaling(loss, model, *batch)
+    if recipe == "delayed":
+        found = [slot.split(" (")[0] for slot in scaling.scales_by_weight()]
+        assert found == names
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, state, scaling):
+        result = mpx.filter_value_and_grad(loss, scaling)(model, *batch)
+        return mpx.optimizer_step(model, optimizer, state, result), result.value
+
+    scaling = assert_learns(step, (model, state, scaling))
+    assert int(scaling.steps) == 8 and int(scaling.skipped) == 0
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", pytest.param("delayed", marks=pytest.mark.slow)]
+)
+def test_an_nnx_model_trains_with_a_recipe(recipe):
+    model = Nnx(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    batch = classes()
+
+    @mpx.autocast(recipe=RECIPES[recipe])
+    def loss(model, x, labels):
+        return cross_entropy(model(x), labels)
+
+    scaling = mpx.init_scaling(loss, model, *batch)
+    before = model.norm.mean[...]
+
+    @nnx.jit
+    def jitted(model, optimizer, scaling):
+        result = mpx.nnx.value_and_grad(loss, scaling)(model, *batch)
+        mpx.nnx.update(optimizer, model, result.grads, result.finite)
+        return (result.scaling,), result.value
+
+    scaling = assert_learns(lambda s: jitted(model, optimizer, s), (scaling,))
+    assert (model.norm.mean[...] != before).any()
+    if recipe == "delayed":
+        assert len(scaling.scales_by_weight()) == 2

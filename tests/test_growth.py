@@ -85,13 +85,9 @@ def loss(layers: Any, x: Any) -> Any:
 def layers_of(
     number: int, width: int, make: Callable[..., Any] = jax.ShapeDtypeStruct
 ) -> Any:
-    return [
-        {
-            "kernel": make((width, width), jnp.float32),
-            "bias": make((width,), jnp.float32),
-        }
-        for _ in range(number)
-    ]
+    shapes = {"kernel": (width, width), "bias": (width,)}
+    layer = lambda: {k: make(shape, jnp.float32) for k, shape in shapes.items()}  # noqa: E731
+    return [layer() for _ in range(number)]
 
 
 ADAM = mpx.compress_state(optax.adamw(1e-3))
@@ -103,26 +99,25 @@ def counts(layers: Any, x: Any, recipe: Any, optimizer: Any = ADAM) -> dict[str,
     function = mpx.autocast(lambda layers, x: loss(layers, x), recipe=recipe)
     init_scaling = functools.partial(mpx.init_scaling, function)
     init = functools.partial(mpx.init_optimizer, optimizer)
-    found: dict[str, int] = {}
-    found["init_scaling calls"], scaling = calls_of(
-        lambda: jax.eval_shape(init_scaling, layers, x)
-    )
-    found["init_optimizer calls"], state = calls_of(
-        lambda: jax.eval_shape(init, layers)
-    )
+    scaling_calls, scaling = calls_of(lambda: jax.eval_shape(init_scaling, layers, x))
+    optimizer_calls, state = calls_of(lambda: jax.eval_shape(init, layers))
 
     def step(layers: Any, state: Any, scaling: Any, x: Any) -> Any:
         result = mpx.value_and_grad(function, scaling)(layers, x)
         return mpx.optimizer_step(layers, optimizer, state, result)
 
-    found["trace calls"], traced = calls_of(
-        lambda: jax.jit(step).trace(layers, state, scaling, x)
-    )
-    found["equations"] = equations_of(traced.jaxpr)
-    found["constant bytes"] = constants_of(traced.jaxpr)
-    found["lower calls"], lowered = calls_of(traced.lower)
-    found["program bytes"] = len(lowered.as_text())
-    return found
+    trace = functools.partial(jax.jit(step).trace, layers, state, scaling, x)
+    trace_calls, traced = calls_of(trace)
+    lower_calls, lowered = calls_of(traced.lower)
+    return {
+        "init_scaling calls": scaling_calls,
+        "init_optimizer calls": optimizer_calls,
+        "trace calls": trace_calls,
+        "equations": equations_of(traced.jaxpr),
+        "constant bytes": constants_of(traced.jaxpr),
+        "lower calls": lower_calls,
+        "program bytes": len(lowered.as_text()),
+    }
 
 
 def growth(recipe: str) -> dict[str, tuple[int, ...]]:
@@ -139,20 +134,15 @@ def growth(recipe: str) -> dict[str, tuple[int, ...]]:
 
 
 def per_layer(counts: tuple[int, ...], sizes: tuple[int, ...] = LAYERS) -> list[float]:
-    """What a layer costs among the few, and among the many."""
     pairs = zip(sizes[1:], sizes, counts[1:], counts, strict=False)
     return [(more - fewer) / (n - m) for n, m, more, fewer in pairs]
 
 
+EXHAUSTIVE = [pytest.param(x, marks=pytest.mark.exhaustive) for x in list(RECIPES)[2:]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "no recipe",
-        "current scaling",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in list(RECIPES)[2:]),
-    ],
-)
+@pytest.mark.parametrize("recipe", ["no recipe", "current scaling", *EXHAUSTIVE])
 def test_of_300_layers_each_costs_what_one_of_20_does(recipe):
     for name, found in growth(recipe).items():
         few, many = per_layer(found)
@@ -162,11 +152,9 @@ def test_of_300_layers_each_costs_what_one_of_20_does(recipe):
 def placed_state(number: int) -> Any:
     """Traced over a mesh: each array finds the weight that it belongs to."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    layers = layers_of(number, 128)
-    init = functools.partial(
-        mpx.init_optimizer, optax.adamw(1e-3), shardings=NamedSharding(mesh, P("fsdp"))
-    )
-    return jax.eval_shape(init, layers)
+    options = {"shardings": NamedSharding(mesh, P("fsdp"))}
+    init = functools.partial(mpx.init_optimizer, optax.adamw(1e-3), **options)
+    return jax.eval_shape(init, layers_of(number, 128))
 
 
 @pytest.mark.slow
@@ -208,15 +196,12 @@ def test_a_tool_takes_a_layer_of_many_as_it_takes_one_of_few(tool):
 )
 def test_a_weight_of_ten_million_numbers_costs_what_a_small_one_does(recipe, optimizer):
     """Traced and lowered without the numbers: what grew would stand in the program."""
-    few, many = (
-        counts(
-            layers_of(1, width),
-            jax.ShapeDtypeStruct((32, width), jnp.float32),
-            RECIPES[recipe](),
-            optimizer,
-        )
-        for width in (128, 3168)  # 16,384 and 10,036,224: fewer are not compressed
-    )
+
+    def of(width: int) -> dict[str, int]:
+        x = jax.ShapeDtypeStruct((32, width), jnp.float32)
+        return counts(layers_of(1, width), x, RECIPES[recipe](), optimizer)
+
+    few, many = of(128), of(3168)  # 16,384 and 10,036,224: fewer are not compressed
     for name in few:
         if name.endswith("bytes"):
             assert many[name] <= ABOUT_EQUAL * few[name], name
@@ -252,7 +237,6 @@ def test_loops_in_loops_are_not_looked_at_twice_each():
 
 
 def print_table() -> None:
-    """Prints the counts of all recipes."""
     for recipe in RECIPES:
         print(f"{recipe}: layers {LAYERS}; per layer of few, of many")
         for name, found in growth(recipe).items():

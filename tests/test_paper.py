@@ -84,37 +84,35 @@ def block(getkey):
 CALL = eqx.filter_jit(lambda block, x: block(x))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+each_half = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+@each_half
 def test_attention_block_computes_in_half_precision(block, getkey, dtype):
     x = jax.random.normal(getkey(), (7, 16))
     with mpx.half_precision(dtype):
         outputs = CALL(*mpx.cast_to_half_precision((block, x)))
     assert outputs.dtype == jnp.dtype(dtype)
-    np.testing.assert_allclose(
-        outputs.astype(jnp.float32), CALL(block, x), rtol=0.05, atol=0.05
-    )
+    outputs = outputs.astype(jnp.float32)
+    np.testing.assert_allclose(outputs, CALL(block, x), rtol=0.05, atol=0.05)
 
 
-def test_attention_block_keeps_matrix_products_half_and_softmax_full(block, getkey):
+def test_attention_block_keeps_matrix_products_half_and_softmax_full(block):
     half, x = mpx.cast_to_half_precision((block, jnp.ones((7, 16))))
-    text = str(jax.make_jaxpr(half)(x))
-    products = [line for line in text.splitlines() if "= dot_general" in line]
-    assert products and all("f16[" in line for line in products)
-    exps = [line for line in text.splitlines() if "= exp " in line]
-    assert exps and all("f32[" in line for line in exps)
+    lines = str(jax.make_jaxpr(half)(x)).splitlines()
+    for name, dtype in (("= dot_general", "f16["), ("= exp ", "f32[")):
+        found = [line for line in lines if name in line]
+        assert found and all(dtype in line for line in found)
 
 
 def loss_of(model, batch):
     images, targets = batch
     outputs = jax.vmap(model)(images)
-
-    def mean(outputs, targets):
-        return jnp.mean((outputs - targets) ** 2)
-
+    mean = lambda outputs, targets: jnp.mean((outputs - targets) ** 2)  # noqa: E731
     return mpx.force_full_precision(mean, jnp.float32)(outputs, targets)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@each_half
 def test_model_update_trains(block, getkey, dtype):
     loss, model = loss_of, block
     optimizer = optax.adam(1e-2)
@@ -141,9 +139,8 @@ def test_model_update_trains(block, getkey, dtype):
                 model, optimizer_state, loss_scaling, batch
             )
     assert evaluate(model, batch) < 0.5 * before
-    assert all(
-        x.dtype == jnp.float32 for x in jax.tree.leaves(model) if eqx.is_array(x)
-    )
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    assert all(x.dtype == jnp.float32 for x in leaves)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -156,6 +153,7 @@ def test_program_of_the_published_package_runs_unchanged(block, getkey, mixed):
         arrays, rest = eqx.partition(tree, eqx.is_array)
         return eqx.combine(jax.device_put(arrays, sharding), rest)
 
+    loss_scaling = None
     if mixed:
         loss_scaling = mpx.DynamicLossScaling(
             loss_scaling=mpx.FLOAT16_MAX,
@@ -164,8 +162,6 @@ def test_program_of_the_published_package_runs_unchanged(block, getkey, mixed):
         )
         assert float(loss_scaling.loss_scaling) == 2.0**15
         loss_scaling = filtered_device_put(loss_scaling, replicated)
-    else:
-        loss_scaling = None
     model = filtered_device_put(block, replicated)
     optimizer = optax.adamw(1e-2)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
@@ -196,10 +192,7 @@ def test_program_of_the_published_package_runs_unchanged(block, getkey, mixed):
 
 def test_names_of_the_published_package():
     assert mpx.HALF_PRECISION_DATATYPE == jnp.float16
-    assert mpx.FLOAT16_MAX == 65504.0
-    assert mpx.BFLOAT16_MAX == float(jnp.finfo(jnp.bfloat16).max)
-    scaling = mpx.DynamicLossScaling(
-        jnp.float32(8), jnp.float32(2), 4, 10, jnp.zeros((), jnp.int32)
-    )
+    counter = jnp.zeros((), jnp.int32)
+    scaling = mpx.DynamicLossScaling(jnp.float32(8), jnp.float32(2), 4, 10, counter)
     fields = ("loss_scaling", "min_loss_scaling", "factor", "period", "counter")
     assert [float(getattr(scaling, f)) for f in fields] == [8, 2, 4, 10, 0]

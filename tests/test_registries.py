@@ -22,8 +22,6 @@ OF_EVERY_RECIPE = (
 
 @dataclasses.dataclass(frozen=True)
 class NewRecipe(mpx.quantization.AbstractRecipe):
-    """A recipe as somebody would add it."""
-
     def _quantizer(self, role, for_wgrad):
         return mpx.quantization.TensorQuantizer()
 
@@ -44,7 +42,6 @@ def test_every_recipe_quantizer_and_format_of_mpx_is_registered():
 
 
 def imported_again(file):
-    """What a module of tests defines now."""
     path = Path(__file__).parent / file
     name = ".".join(("tests", *Path(file).parent.parts, "imported_again"))
     spec = importlib.util.spec_from_file_location(name, path)

@@ -49,7 +49,6 @@ def loss(params, x, labels):
 
 
 def problem(dtype):
-    """Two layers of width 16, and a batch of two rows."""
     shapes = dict.fromkeys("qkv", (2, 16, 16))
     shapes |= {"scale": (2, 16), "up": (2, 16, 32), "down": (2, 32, 16)}
     rng = np.random.default_rng(0)
@@ -80,10 +79,10 @@ def arrays_of_float64(f, *args):
     }
 
 
-@pytest.mark.parametrize(
-    "precision",
-    slow_but(["delayed", "nvfp4"], [*PRECISIONS, "nvfp4, B200"]),
-)
+ALL = [*PRECISIONS, "nvfp4, B200"]
+
+
+@pytest.mark.parametrize("precision", slow_but(["delayed", "nvfp4"], ALL))
 def test_a_float32_step_makes_no_array_of_float64(precision):
     name, *target = precision.split(", ")
     options = {**PRECISIONS[name], "target": target[0] if target else None}
@@ -108,9 +107,8 @@ def test_a_float64_model_trains_in_float64():
     assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float64")}
     assert int(scaling.skipped) == 0
     again = jax.jit(lambda s, *args: mpx.value_and_grad(half, s)(*args))(scaling, *args)
-    for ours, theirs in zip(
-        *map(jax.tree.leaves, (again.grads, gradients)), strict=True
-    ):
+    pairs = zip(*map(jax.tree.leaves, (again.grads, gradients)), strict=True)
+    for ours, theirs in pairs:
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
 
@@ -127,8 +125,7 @@ def test_attention_compares_positions_with_lengths_of_32_bits():
     x, lengths = jnp.ones((2, 8, 2, 4), jnp.float32), jnp.array([3, 8], jnp.int32)
     attend = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     with jax.numpy_dtype_promotion("strict"):
-        found = attend(
-            x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
-        )
+        of = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        found = attend(x, x, x, **of)
     assert found.dtype == jnp.float32
     assert jnp.all(found[0, :3] == 1) and jnp.all(found[0, 3:] == 0)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 
-from ..helpers import assert_same_bits, slow_but
+from ..helpers import HALF, assert_same_bits, slow_but
 from ..nn.cases import kept_arrays
 from .counting import equations
 
@@ -49,17 +49,13 @@ FUNCTIONS = {
 }
 
 
+QUICK = [("norm", "float16"), ("softmax", "bfloat16"), ("a lambda", "bfloat16")]
+QUICK += [("a vmapped layer", "float16")]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    slow_but(
-        [
-            ("norm", "float16"),
-            ("softmax", "bfloat16"),
-            ("a lambda", "bfloat16"),
-            ("a vmapped layer", "float16"),
-        ],
-        zip(FUNCTIONS, itertools.cycle(("float16", "bfloat16")), strict=False),
-    ),
+    slow_but(QUICK, zip(FUNCTIONS, itertools.cycle(HALF), strict=False)),
 )
 def test_values_and_gradients_are_those_of_casting(name, dtype):
     func, x = FUNCTIONS[name](), X.astype(dtype)
@@ -69,9 +65,9 @@ def test_values_and_gradients_are_those_of_casting(name, dtype):
     with jax.disable_jit():
         found, expected = (jax.value_and_grad(summed(f))(x) for f in (forced, cast))
     assert_same_bits(found, expected)
-    big = [d for d, shape in kept_arrays(forced, x) if shape == X.shape]
-    assert "float32" not in big
-    assert "float32" in [d for d, shape in kept_arrays(cast, x) if shape == X.shape]
+    big = lambda f: {d for d, shape in kept_arrays(f, x) if shape == X.shape}  # noqa: E731
+    found, wide = big(forced), big(cast)
+    assert "float32" not in found and "float32" in wide
 
 
 @pytest.mark.parametrize("name", ["norm", "a vmapped layer"])
@@ -80,15 +76,11 @@ def test_under_transforms(name):
     func = mpx.force_full_precision(FUNCTIONS[name](), x.dtype)
     gradient = jax.jit(jax.grad(summed(func)))
     many = jnp.stack([x, 2 * x])
-    for found in (
-        jax.vmap(gradient)(many),
-        jax.lax.map(gradient, many),
-        jnp.stack([jax.jit(jax.grad(jax.checkpoint(summed(func))))(y) for y in many]),
-    ):
+    slow = [jax.jit(jax.grad(jax.checkpoint(summed(func))))(y) for y in many]
+    for found in (jax.vmap(gradient)(many), jax.lax.map(gradient, many), slow):
         for one, y in zip(found, many, strict=True):
-            np.testing.assert_allclose(
-                one.astype(np.float32), gradient(y).astype(np.float32), atol=2e-2
-            )
+            pair = (g.astype(np.float32) for g in (one, gradient(y)))
+            np.testing.assert_allclose(*pair, atol=2e-2)
     _, tangent = jax.jvp(summed(func), (x,), (x,))
     assert jnp.isfinite(tangent)
 
@@ -114,9 +106,12 @@ def loss_of_closure(name, b, force=mpx.force_full_precision):
 
 @functools.cache
 def gradient_of_closure(name):
-    """Where the input alone is cast."""
     cast = lambda f: lambda x: f(x.astype(jnp.float32))  # noqa: E731
     return jax.jit(jax.grad(lambda b: loss_of_closure(name, b, cast)))(jnp.cos(X))
+
+
+def scanned(f):
+    return lambda b: jax.lax.scan(lambda c, b: (c + f(b), None), 0.0, b[None])[0]
 
 
 @pytest.mark.parametrize(
@@ -125,24 +120,17 @@ def gradient_of_closure(name):
         ("softmax", lambda f: f),
         ("norm", jax.jit),
         ("gelu", jax.checkpoint),
-        (
-            "softmax",
-            lambda f: (
-                lambda b: jax.lax.scan(lambda c, b: (c + f(b), None), 0.0, b[None])[0]
-            ),
-        ),
+        ("softmax", scanned),
         ("norm", lambda f: lambda b: jax.vmap(f)(b[None])[0]),
     ],
     ids=["plain", "jit", "remat", "scan", "vmap"],
 )
 def test_a_function_may_close_over_a_weight(name, transform):
     """Which is differentiated, in half precision or not."""
-    b = jnp.cos(X)
     forced = transform(functools.partial(loss_of_closure, name))
     run = jax.jit(lambda b: [d(forced)(b) for d in (jax.grad, jax.jacfwd)])
-    for got in run(b):
-        expected = gradient_of_closure(name)
-        np.testing.assert_allclose(got, expected, atol=2e-2)
+    for got in run(jnp.cos(X)):
+        np.testing.assert_allclose(got, gradient_of_closure(name), atol=2e-2)
 
 
 def test_equal_layers_are_traced_once():
@@ -171,20 +159,19 @@ def test_what_layers_have_in_common_is_not_their_weights():
     np.testing.assert_allclose(3 * a, b, rtol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "numbers", [(2, 2.0), (0.0, -0.0), (1, True)], ids=["int", "zero", "bool"]
-)
+@pytest.mark.parametrize("numbers", [(2, 2.0), (0.0, -0.0), (1, True)], ids=str)
 def test_numbers_that_are_equal_but_not_the_same(numbers):
     def copied(x, number):
         return jnp.copysign(x, number) if isinstance(number, float) else x * 2
 
+    x = X.astype(jnp.float16)
     for number in numbers:
+        expected = copied(x.astype(jnp.float32), number)
         for func in (
             lambda x, n=number: mpx.force_full_precision(copied, "float32")(x, n),
             mpx.force_full_precision(functools.partial(copied, number=number), "f32"),
         ):
-            x = X.astype(jnp.float16)
-            assert_same_bits(jax.jit(func)(x), copied(x.astype(jnp.float32), number))
+            assert_same_bits(jax.jit(func)(x), expected)
 
 
 def test_products_are_not_repeated():
@@ -222,11 +209,8 @@ def test_a_result_of_any_kind():
         return seen[0]["sum"]
 
     run(X.astype(jnp.float16))
-    assert {k: v for k, v in seen[0].items() if k != "sum"} == {
-        "name": "x",
-        "shape": X.shape,
-        "none": None,
-    }
+    seen[0].pop("sum")
+    assert seen[0] == {"name": "x", "shape": X.shape, "none": None}
 
 
 # --- What is no program ---------------------------------------------------------------
@@ -259,9 +243,8 @@ def test_nothing_of_a_call_is_kept():
 
     with jax.checking_leaks():
         run(jnp.ones(()), X.astype(jnp.float16))
-        jax.jit(
-            lambda x: mpx.force_full_precision(eqx.nn.LayerNorm(WIDTH), "float32")(x)
-        )(X[0].astype(jnp.float16))
+        layer = mpx.force_full_precision(eqx.nn.LayerNorm(WIDTH), "float32")
+        jax.jit(lambda x: layer(x))(X[0].astype(jnp.float16))
 
 
 def test_an_object_of_which_jax_knows_nothing_runs_as_it_is():
@@ -282,9 +265,7 @@ def test_an_object_of_which_jax_knows_nothing_runs_as_it_is():
 
 
 def test_a_function_of_autocast_s_runs_as_it_is():
-    def product(x):
-        return jnp.exp(x @ jnp.ones((WIDTH, WIDTH)))
-
+    product = lambda x: jnp.exp(x @ jnp.ones((WIDTH, WIDTH)))  # noqa: E731
     x = X.astype(jnp.float16)
     for func in (product, mpx.autocast(product)):
         found = jax.jit(mpx.force_full_precision(func, "float32"))(x)
@@ -295,8 +276,7 @@ def test_a_function_of_autocast_s_runs_as_it_is():
 def test_on_several_devices(kind):
     kind = getattr(jax.sharding.AxisType, kind)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    x = X.astype(jnp.bfloat16)
-    forced = mpx.force_full_precision(norm, x.dtype)
+    x, forced = X.astype(jnp.bfloat16), mpx.force_full_precision(norm, jnp.bfloat16)
     gradient = jax.grad(summed(forced))
     expected = jax.jit(gradient)(x)
     with jax.set_mesh(mesh):
@@ -317,17 +297,17 @@ def test_gradients_of_many_uses_are_summed_in_full_precision():
             return jnp.sum(first * second)
 
     model = Twice(eqx.nn.LayerNorm(WIDTH))
-    found = {}
+    found, policy = [], "params=float32,compute=bfloat16,output=float32"
     for residuals in ("small", "fast"):
         with mpx.autocast(residuals=residuals, ambient=True):
             gradient = mpx.filter_grad(
                 lambda model, x: model(x),
                 mpx.NoLossScaling(skip=False),
-                policy="params=float32,compute=bfloat16,output=float32",
+                policy=policy,
                 accumulate_dtype="float32",
             )
-            found[residuals] = eqx.filter_jit(gradient)(model, X[0]).grads
-    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+            found.append(eqx.filter_jit(gradient)(model, X[0]).grads)
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)
 
 
@@ -345,20 +325,22 @@ class Softmax(linen.Module):
         return mpx.force_full_precision(jax.nn.softmax, x.dtype)(x)
 
 
+def some_differ(a, b):
+    return not jax.tree.all(jax.tree.map(jnp.array_equal, a, b))
+
+
 @pytest.mark.third_party
 def test_modules_of_flax_linen():
     x = X.astype(jnp.float16)
     variables = jax.jit(Linen().init)(jax.random.key(0), x)
-    found, state = jax.jit(functools.partial(Linen().apply, mutable=["batch_stats"]))(
-        variables, x
-    )
+    apply = jax.jit(functools.partial(Linen().apply, mutable=["batch_stats"]))
+    found, state = apply(variables, x)
     assert found.dtype == np.float16
     assert set(variables["params"]) == {"LayerNorm_0", "LayerNorm_1", "BatchNorm_0"}
     # A function of JAX's own is a program there, too.
     kept = kept_arrays(Softmax().apply, {}, x)
     assert ("float32", X.shape) not in kept and ("float16", X.shape) in kept
-    before, after = (jax.tree.leaves(s["batch_stats"]) for s in (variables, state))
-    assert any(not jnp.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert some_differ(variables["batch_stats"], state["batch_stats"])
 
 
 class Nnx(nnx.Module):
@@ -373,8 +355,7 @@ class Nnx(nnx.Module):
 @pytest.mark.third_party
 def test_modules_of_flax_nnx():
     model = Nnx()
-    x = X.astype(jnp.float16)
-    nnx.jit(lambda model, x: model(x))(model, x)
+    nnx.jit(lambda model, x: model(x))(model, X.astype(jnp.float16))
     assert not jnp.array_equal(model.norm.mean[...], jnp.zeros(WIDTH))
 
 
@@ -383,20 +364,14 @@ def test_modules_of_haiku():
     def forward(x):
         norm = haiku.LayerNorm(-1, True, True)
         x = mpx.force_full_precision(norm, x.dtype)(x)
-        x = mpx.force_full_precision(
-            lambda x: haiku.BatchNorm(True, True, 0.9)(x, True)
-        )(x)
-        return x
+        batch_norm = lambda x: haiku.BatchNorm(True, True, 0.9)(x, True)  # noqa: E731
+        return mpx.force_full_precision(batch_norm)(x)
 
-    func = haiku.transform_with_state(forward)
-    x = X.astype(jnp.float16)
+    func, x = haiku.transform_with_state(forward), X.astype(jnp.float16)
     params, state = jax.jit(func.init)(jax.random.key(0), x)
     assert len(params) == 2
     _, after = jax.jit(func.apply)(params, state, None, x)
-    assert any(
-        not jnp.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
-    )
+    assert some_differ(state, after)
 
 
 def test_under_autocast():
@@ -404,17 +379,13 @@ def test_under_autocast():
         x = mpx.force_full_precision(norm, x.dtype)((x @ w).astype(jnp.bfloat16))
         return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
-    w = jnp.eye(WIDTH)
-    found = jax.make_jaxpr(jax.grad(mpx.autocast(loss)))(w, X)
+    found = jax.make_jaxpr(jax.grad(mpx.autocast(loss)))(jnp.eye(WIDTH), X)
     products = [e for e, _ in equations(found) if e.primitive.name == "dot_general"]
-    dtypes = {a.aval.dtype.name for e in products for a in e.invars}
-    assert dtypes == {"bfloat16"}
+    assert {a.aval.dtype.name for e in products for a in e.invars} == {"bfloat16"}
 
 
 def test_in_a_report():
-    def loss(x):
-        return jnp.sum(mpx.force_full_precision(jax.nn.softmax, "f32")(x))
-
+    loss = lambda x: jnp.sum(mpx.force_full_precision(jax.nn.softmax, "f32")(x))  # noqa: E731
     report = mpx.explain(loss)(X.astype(jnp.float16))
     (exponential,) = [o for o in report.operations if o.primitive == "exp"]
     assert exponential.precision == "float32"

@@ -7,6 +7,7 @@ also with numbers of 8 bits and their scales, and with counters.
 import copy
 import functools
 import itertools
+import operator
 import pickle
 
 import equinox as eqx
@@ -37,26 +38,20 @@ def array(seed=0):
 
 @functools.cache
 def stored(seed=0):
-    model = {"w": array(seed), "b": jnp.ones(3)}
-    return jax.jit(
-        lambda m: mpx.quantization.quantize_weights(
-            m, mpx.quantization.MXFP8Quantizer()
-        )
-    )(model)
+    store = lambda m: mpx.quantization.quantize_weights(m, QUANTIZERS["mxfp8"])  # noqa: E731
+    return jax.jit(store)({"w": array(seed), "b": jnp.ones(3)})
 
 
 @functools.cache
 def quantized(seed=0, name="tensor"):
-    return jax.jit(lambda x: mpx.quantization.quantize(x, QUANTIZERS[name]))(
-        array(seed)
-    )
+    quantize = lambda x: mpx.quantization.quantize(x, QUANTIZERS[name])  # noqa: E731
+    return jax.jit(quantize)(array(seed))
 
 
 @functools.cache
 def compressed(seed=0):
     tx = mpx.compress_state(optax.adam(1e-3))
-    state = tx.init(array())
-    return jax.jit(tx.update)(array(seed), state, array())[1]
+    return jax.jit(tx.update)(array(seed), tx.init(array()), array())[1]
 
 
 @functools.cache
@@ -81,15 +76,16 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [*zip(ARITHMETIC, itertools.cycle([stored, quantized, compressed]))],
-)
+MEANINGLESS = "are meaningless alone.*dequantize.*full_weights"
+
+
+MADE = itertools.cycle([stored, quantized, compressed])
+
+
+@pytest.mark.parametrize(("name", "make"), [*zip(ARITHMETIC, MADE, strict=False)])
 @pytest.mark.third_party  # standard promotion, as users have it
 def test_computing_with_parts_of_a_number_is_refused(make, name):
-    with pytest.raises(
-        TypeError, match="are meaningless alone.*dequantize.*full_weights"
-    ):
+    with pytest.raises(TypeError, match=MEANINGLESS):
         ARITHMETIC[name](make(0), make(1))
 
 
@@ -107,11 +103,9 @@ COMPUTE = {
     "cast": lambda x: x.astype(jnp.float32),
     "under jit": jax.jit(lambda x: -x),
 }
+STORED = r"`mpx.quantization.dequantize_weights\(model\)`"
 WHOLE = {
-    "stored": (
-        lambda: stored()["w"],
-        r"`mpx.quantization.dequantize_weights\(model\)`",
-    ),
+    "stored": (lambda: stored()["w"], STORED),
     "quantized": (quantized, r"Convert it: `dequantize\(\)`"),
     "compressed": (lambda: compressed().inner_state[0].mu, r"`full\(\)`.*full_state"),
 }
@@ -131,14 +125,12 @@ def test_what_is_no_array_says_how_to_get_one(kind, name):
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.third_party
 def test_arrays_of_all_quantizers_are_refused(name):
-    with pytest.raises(TypeError, match="are meaningless alone"):
+    with pytest.raises(TypeError, match=MEANINGLESS):
         jax.tree.map(average, quantized(0, name), quantized(1, name))
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize(
-    "compute", [lambda a, b: a - b, lambda a, b: jnp.float32(2) * a]
-)
+@pytest.mark.parametrize("compute", [operator.sub, lambda a, _: jnp.float32(2) * a])
 def test_what_jax_refuses_by_itself(compute):
     """Booleans have no difference, and 8 bits no common dtype with others."""
     with pytest.raises((TypeError, ValueError), match="bool|8-bit"):
@@ -146,13 +138,9 @@ def test_what_jax_refuses_by_itself(compute):
 
 
 def test_an_average_of_the_numbers_is_right():
-    a, b = (
-        mpx.quantization.dequantize_weights(stored(0)),
-        mpx.quantization.dequantize_weights(stored(1)),
-    )
-    mean = jax.tree.map(average, a, b)
+    a, b = map(mpx.quantization.dequantize_weights, (stored(0), stored(1)))
     expected = 0.99 * a["w"] + 0.01 * b["w"]
-    np.testing.assert_allclose(mean["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(average(a["w"], b["w"]), expected, rtol=1e-6)
 
 
 def through_scan(tree):
@@ -160,9 +148,12 @@ def through_scan(tree):
     return jax.lax.scan(body, tree, jax.tree.map(lambda x: x[None], tree))[0]
 
 
+def twice(tree):
+    return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
+
 def stacked(tree):
-    both = jax.tree.map(lambda *xs: jnp.stack(xs), tree, tree)
-    return jax.tree.map(lambda x: x[1], both)
+    return jax.tree.map(lambda x: x[1], twice(tree))
 
 
 def sharded(tree):
@@ -185,6 +176,16 @@ def through_equinox(tree, path):
     return eqx.tree_deserialise_leaves(path / "state.eqx", tree)
 
 
+def donated(tree):
+    move = jax.jit(lambda t: t, donate_argnums=0)
+    return move(jax.tree.map(jnp.copy, tree))
+
+
+def where(tree):
+    choose = lambda a, b: jnp.where(jnp.array(True), a, b)  # noqa: E731
+    return jax.tree.map(choose, tree, stacked(tree))
+
+
 MOVES = {
     "copied": lambda tree: jax.tree.map(jnp.copy, tree),
     "deepcopied": copy.deepcopy,
@@ -193,21 +194,15 @@ MOVES = {
     "device_put": lambda tree: jax.device_put(tree, jax.devices()[0]),
     "sharded": sharded,
     "jitted": jax.jit(lambda tree: tree),
-    "donated": lambda tree: jax.jit(lambda t: t, donate_argnums=0)(
-        jax.tree.map(jnp.copy, tree)
-    ),
+    "donated": donated,
     "selected": lambda tree: mpx.select_tree(jnp.array(False), stacked(tree), tree),
-    "where": lambda tree: jax.tree.map(
-        lambda a, b: jnp.where(jnp.array(True), a, b), tree, stacked(tree)
-    ),
+    "where": where,
     "stacked": stacked,
     "scanned": through_scan,
     "branched": lambda tree: jax.lax.cond(True, lambda t: t, stacked, tree),
     "checkpointed": jax.checkpoint(lambda tree: tree),
     "partitioned": lambda tree: eqx.combine(*eqx.partition(tree, eqx.is_inexact_array)),
-    "flattened": lambda tree: jax.tree.unflatten(
-        jax.tree.structure(tree), jax.tree.leaves(tree)
-    ),
+    "flattened": lambda tree: jax.tree.unflatten(*jax.tree.flatten(tree)[::-1]),
 }
 MAKERS = {"stored": stored, "quantized": quantized, "recipe": with_recipe}
 
@@ -231,20 +226,13 @@ def test_checkpoints_change_nothing(kind, through, tmp_path):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_is_asked_of_each_array(kind):
-    """Shapes, flags, abstract values: trees of other things."""
     tree = MAKERS[kind]()
     jax.tree.map(lambda x: x.shape, tree)
     jax.tree.map(lambda x: None, tree)
     jax.tree.map(lambda x: jnp.all(jnp.isfinite(x.astype(jnp.float32))), tree)
     shapes = jax.eval_shape(lambda: tree)
     assert jax.tree.structure(shapes) == jax.tree.structure(tree)
-    assert eqx.tree_equal(
-        jax.vmap(lambda t: t)(stacked_twice(tree)), stacked_twice(tree)
-    )
-
-
-def stacked_twice(tree):
-    return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+    assert eqx.tree_equal(jax.vmap(lambda t: t)(twice(tree)), twice(tree))
 
 
 def test_zeros_are_zeros():
@@ -254,26 +242,17 @@ def test_zeros_are_zeros():
 
 
 def test_layers_are_stored_and_scanned():
-    """Each layer with a scale of its own."""
+    store, read = mpx.quantization.quantize_weights, mpx.quantization.dequantize_weights
     layers = jnp.stack([array(0), 3 * array(1)])
-    quantized = jax.jit(lambda w: mpx.quantization.quantize_weights({"w": w}))
-    several = jax.jit(jax.vmap(quantized))(layers)
-
-    def body(x, layer):
-        return x @ mpx.quantization.dequantize_weights(layer)["w"], None
-
+    several = jax.jit(jax.vmap(store))({"w": layers})
+    body = lambda x, layer: (x @ read(layer)["w"], None)  # noqa: E731
     x, _ = jax.lax.scan(body, jnp.eye(128), several)
-    expected = [
-        jax.jit(mpx.quantization.dequantize_weights)(quantized(w)) for w in layers
-    ]
-    product = functools.reduce(jnp.matmul, [w["w"] for w in expected])
-    np.testing.assert_allclose(x, product, rtol=1e-3, atol=1e-3)
+    each = [jax.jit(read)(jax.jit(store)({"w": w}))["w"] for w in layers]
+    np.testing.assert_allclose(x, each[0] @ each[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [mpx.DynamicLossScaling, mpx.NoLossScaling, with_recipe],
-    ids=["dynamic", "none", "recipe"],
+    "make", [mpx.DynamicLossScaling, mpx.NoLossScaling, with_recipe]
 )
 @pytest.mark.third_party
 def test_computing_with_a_loss_scaling_is_refused(make):

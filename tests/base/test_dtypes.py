@@ -1,5 +1,7 @@
 """The half precision datatype: process default, thread value, and retracing."""
 
+import concurrent.futures
+import functools
 import threading
 
 import jax
@@ -48,11 +50,10 @@ def test_setter_takes_names_and_dtypes(given, expected):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp16", None, 3, jnp.float32])
 def test_only_half_precision(dtype):
-    with pytest.raises(ValueError, match="needs float16 or bfloat16"):
-        mpx.set_half_precision_datatype(dtype)
-    with pytest.raises(ValueError, match="needs float16 or bfloat16"):
-        with mpx.half_precision(dtype):
-            pass
+    enter = lambda dtype: mpx.half_precision(dtype).__enter__()  # noqa: E731
+    for call in (mpx.set_half_precision_datatype, enter):
+        with pytest.raises(ValueError, match="needs float16 or bfloat16"):
+            call(dtype)
     assert mpx.half_precision_datatype() == np.float16
 
 
@@ -82,39 +83,23 @@ def test_half_in_a_context_is_its_dtype():
 
 
 def _in_threads(bodies):
-    """Runs functions in threads of their own and re-raises what they raise."""
-    errors = []
-
-    def run(body):
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as threads:
+        for future in [threads.submit(body) for body in bodies]:
+            future.result()
 
 
 def test_threads_do_not_see_each_other():
     barrier = threading.Barrier(2, timeout=60)
     jitted = jax.jit(mpx.cast_to_half_precision)
 
-    def body(name):
-        def run():
-            with mpx.half_precision(name):
-                for _ in range(20):
-                    barrier.wait()
-                    assert mpx.cast_to_half_precision(jnp.ones(2)).dtype == name
-                    assert jitted(jnp.ones(2)).dtype == name
+    def run(name):
+        with mpx.half_precision(name):
+            for _ in range(20):
+                barrier.wait()
+                assert mpx.cast_to_half_precision(jnp.ones(2)).dtype == name
+                assert jitted(jnp.ones(2)).dtype == name
 
-        return run
-
-    _in_threads([body(jnp.dtype(name)) for name in HALF])
+    _in_threads([functools.partial(run, jnp.dtype(name)) for name in HALF])
 
 
 def test_the_setter_is_for_all_threads():

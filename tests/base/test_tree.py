@@ -77,7 +77,6 @@ def test_all_finite_in_every_transform(transform):
 
 
 def _trees():
-    """Two trees of one structure with every kind of leaf."""
     a = {
         "w": jnp.array([jnp.nan, -0.0, 1.0]),
         "n": jnp.arange(2),

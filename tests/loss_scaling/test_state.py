@@ -19,19 +19,13 @@ import mpx
 import mpx.compat.flax
 
 from ..helpers import assert_same_bits, unchecked_annotations
+from ..step.cases import same_bits
 
 
 def _dynamic():
     """A state in the middle of a run: no field has its default value."""
-    scaling = mpx.DynamicLossScaling(
-        32.0,
-        0.25,
-        4.0,
-        3,
-        backoff=0.5,
-        max_loss_scaling=2.0**10,
-        hysteresis=2,
-    )
+    options = {"backoff": 0.5, "max_loss_scaling": 2.0**10, "hysteresis": 2}
+    scaling = mpx.DynamicLossScaling(32.0, 0.25, 4.0, 3, **options)
     flags = jnp.array([True, False, True, False])
     for step in "1001011":
         scaling = scaling.adjust(step == "1", places_finite=flags)
@@ -47,49 +41,9 @@ STATES = {
 }
 
 
-def _through_state_dict(scaling, tmp_path):
-    return type(scaling).from_state_dict(scaling.state_dict())
-
-
-def _through_base_class(scaling, tmp_path):
-    return mpx.AbstractLossScaling.from_state_dict(scaling.state_dict())
-
-
-def _through_pickle(scaling, tmp_path):
-    return pickle.loads(pickle.dumps(scaling))
-
-
-def _through_deepcopy(scaling, tmp_path):
-    return copy.deepcopy(scaling)
-
-
-def _through_jit(scaling, tmp_path):
-    return jax.jit(lambda s: s)(scaling)
-
-
-def _through_filter_jit(scaling, tmp_path):
-    return eqx.filter_jit(lambda s: s)(scaling)
-
-
-def _through_scan(scaling, tmp_path):
-    return jax.lax.scan(lambda s, _: (s, None), scaling, None, length=3)[0]
-
-
-def _through_vmap(scaling, tmp_path):
-    return jax.vmap(lambda _: scaling, out_axes=None, axis_size=2)(jnp.zeros(2))
-
-
-def _through_cond(scaling, tmp_path):
-    return jax.lax.cond(True, lambda s: s, lambda s: s.adjust(False), scaling)
-
-
-def _through_flatten(scaling, tmp_path):
+def _through_flatten(scaling, _):
     leaves, tree = jax.tree.flatten(scaling)
     return jax.tree.unflatten(tree, [np.asarray(x) for x in leaves])
-
-
-def _through_partition(scaling, tmp_path):
-    return eqx.combine(*eqx.partition(scaling, eqx.is_inexact_array))
 
 
 def _through_equinox_file(scaling, tmp_path):
@@ -97,13 +51,12 @@ def _through_equinox_file(scaling, tmp_path):
     return eqx.tree_deserialise_leaves(tmp_path / "state.eqx", scaling)
 
 
-def _through_flax(scaling, tmp_path):
+def _through_flax(scaling, _):
     data = flax.serialization.msgpack_serialize(scaling.state_dict())
-    state = flax.serialization.msgpack_restore(data)
-    return type(scaling).from_state_dict(state)
+    return type(scaling).from_state_dict(flax.serialization.msgpack_restore(data))
 
 
-def _through_flax_bytes(scaling, tmp_path):
+def _through_flax_bytes(scaling, _):
     mpx.compat.flax.register_serialization()
     data = flax.serialization.to_bytes({"scaling": scaling})
     target = {"scaling": jax.eval_shape(lambda: scaling)}  # only its class is used
@@ -126,25 +79,22 @@ def _through_savez(scaling, tmp_path):
 
 
 WAYS = {
-    f.__name__.removeprefix("_through_"): f
-    for f in (
-        _through_state_dict,
-        _through_base_class,
-        _through_pickle,
-        _through_deepcopy,
-        _through_jit,
-        _through_filter_jit,
-        _through_scan,
-        _through_vmap,
-        _through_cond,
-        _through_flatten,
-        _through_partition,
-        _through_equinox_file,
-        _through_flax,
-        _through_flax_bytes,
-        _through_orbax,
-        _through_savez,
-    )
+    "state_dict": lambda s, _: type(s).from_state_dict(s.state_dict()),
+    "base_class": lambda s, _: mpx.AbstractLossScaling.from_state_dict(s.state_dict()),
+    "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
+    "deepcopy": lambda s, _: copy.deepcopy(s),
+    "jit": lambda s, _: jax.jit(lambda s: s)(s),
+    "filter_jit": lambda s, _: eqx.filter_jit(lambda s: s)(s),
+    "scan": lambda s, _: jax.lax.scan(lambda s, _: (s, None), s, length=3)[0],
+    "vmap": lambda s, _: jax.vmap(lambda _: s, out_axes=None)(jnp.zeros(2)),
+    "cond": lambda s, _: jax.lax.cond(True, lambda s: s, lambda s: s.adjust(False), s),
+    "flatten": _through_flatten,
+    "partition": lambda s, _: eqx.combine(*eqx.partition(s, eqx.is_inexact_array)),
+    "equinox_file": _through_equinox_file,
+    "flax": _through_flax,
+    "flax_bytes": _through_flax_bytes,
+    "orbax": _through_orbax,
+    "savez": _through_savez,
 }
 
 
@@ -156,9 +106,7 @@ WAYS = {
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
-def test_rows24_26_round_trips_keep_every_field_and_continue_equally(
-    way, kind, tmp_path
-):
+def test_rows24_26_round_trips_keep_every_field_and_continue(way, kind, tmp_path):
     scaling = STATES[kind]()
     other = WAYS[way](scaling, tmp_path)
     assert type(other) is type(scaling)
@@ -171,42 +119,25 @@ def test_rows24_26_round_trips_keep_every_field_and_continue_equally(
 def test_no_field_of_the_example_has_its_default():
     state, default = _dynamic().state_dict(), mpx.DynamicLossScaling().state_dict()
     same = {k for k in state if np.array_equal(state[k], default[k])}
-    assert same <= {
-        "kind",
-        "version",
-        "backoff",
-        "floored",
-        "record.finite",
-        "record.halted",
-        "record.skipped_in_a_row",
-    }
+    record = {f"record.{name}" for name in ("finite", "halted", "skipped_in_a_row")}
+    assert same <= record | {"kind", "version", "backoff", "floored"}
 
 
-def test_deepcopy_shares_no_buffer():
+def test_deepcopy_shares_no_buffer_and_works_under_jit():
     scaling = _dynamic()
     other = copy.deepcopy(scaling)
     for x, y in zip(jax.tree.leaves(scaling), jax.tree.leaves(other), strict=True):
         assert x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
-
-
-def test_deepcopy_under_jit():
-    out = jax.jit(lambda s: copy.deepcopy(s).adjust(True))(_dynamic())
+    out = jax.jit(lambda s: copy.deepcopy(s).adjust(True))(scaling)
     assert_same_bits(out.state_dict(), _dynamic().adjust(True).state_dict())
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_a_state_can_be_donated_from_the_start(kind):
-    @jax.jit
-    def copied(scaling):
-        return scaling.adjust(True)
-
-    donating = jax.jit(lambda s: s.adjust(True), donate_argnums=0)
-    given = jnp.float32(8.0)
-    expected = copied(STATES[kind]())
-    assert_same_bits(
-        donating(STATES[kind]()).state_dict(),
-        expected.state_dict(),
-    )
+    adjust = lambda scaling: scaling.adjust(True)  # noqa: E731
+    donating, given = jax.jit(adjust, donate_argnums=0), jnp.float32(8.0)
+    expected = jax.jit(adjust)(STATES[kind]())
+    assert_same_bits(donating(STATES[kind]()).state_dict(), expected.state_dict())
     # A scale that the user made survives.
     donating(mpx.DynamicLossScaling(given))
     donating(mpx.StaticLossScaling(given))
@@ -231,6 +162,17 @@ def _without(key):
 
 def _with(**values):
     return lambda state: {**state, **values}
+
+
+COUNTS = "record.steps", "record.skipped", "record.skipped_in_a_row", "floored"
+
+
+def _flipped(name, bit):
+    def change(state):
+        bits = np.asarray(state[name]).view(np.uint32) ^ np.uint32(1 << bit)
+        return {**state, name: np.asarray(bits.view(state[name].dtype))}
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -267,6 +209,15 @@ def _with(**values):
         (_with(**{"record.skipped": np.int32(99)}), r"`skipped`.*0 and `steps`, 9"),
         (_with(**{"record.last_finite": np.int32(99)}), r"`last_finite`.*got 99"),
         (_with(**{"record.skipped_in_a_row": np.int32(9)}), r"`skipped_in_a_row`"),
+        (_with(loss_scaling=np.array([8.0, 16.0], np.float32)), "loss_scaling"),
+        (_with(**{"record.places": np.zeros(3, np.int32)}), "record.places"),
+        # The sign and the largest bit of the exponent.
+        *(
+            (_flipped(name, bit), "scaling|factor")
+            for name in ("loss_scaling", "min_loss_scaling", "factor")
+            for bit in (31, 30)
+        ),
+        *((_flipped(name, 31), name.rpartition(".")[2]) for name in COUNTS),
         (_with(**{"record.bad_losses": np.int32(9)}), r"`bad_losses`.*`skipped`, 4"),
     ],
 )
@@ -280,46 +231,6 @@ def test_row25_a_flag_must_be_a_boolean(skip):
     state = {**mpx.NoLossScaling(skip=False).state_dict(), "skip": skip}
     with pytest.raises(ValueError, match="a boolean for `skip`"):
         mpx.NoLossScaling.from_state_dict(state)
-
-
-@pytest.mark.parametrize("name", ["loss_scaling", "min_loss_scaling", "factor"])
-@pytest.mark.parametrize("bit", [31, 30])
-def test_a_flipped_sign_or_top_exponent_bit_is_refused(name, bit):
-    state = _dynamic().state_dict()
-    flipped = state[name].view(np.uint32) ^ np.uint32(1 << bit)
-    state[name] = flipped.view(np.float32)
-    with pytest.raises(ValueError, match="scaling|factor"):
-        mpx.DynamicLossScaling.from_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "name", ["record.steps", "record.skipped", "record.skipped_in_a_row", "floored"]
-)
-def test_a_flipped_sign_of_a_counter_is_refused(name):
-    state = _dynamic().state_dict()
-    state[name] = np.asarray(state[name] ^ np.int32(-(2**31)))
-    with pytest.raises(ValueError, match=name.rpartition(".")[2]):
-        mpx.DynamicLossScaling.from_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("loss_scaling", np.array([8.0, 16.0], np.float32)),
-        ("record.places", np.zeros(3, np.int32)),
-    ],
-)
-def test_an_array_of_another_shape_is_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        mpx.DynamicLossScaling.from_state_dict({**_dynamic().state_dict(), name: value})
-
-
-def test_vmapped_states_round_trip():
-    make = jax.vmap(lambda scale: mpx.DynamicLossScaling(scale))
-    states = make(jnp.array([8.0, 16.0]))
-    other = mpx.DynamicLossScaling.from_state_dict(states.state_dict())
-    assert_same_bits(other.state_dict(), states.state_dict())
-    assert other.loss_scaling.tolist() == [8.0, 16.0]
 
 
 @pytest.mark.parametrize("part", [0.3, 0.7, 0.99])
@@ -340,15 +251,12 @@ def test_what_is_no_mapping_is_refused(state):
         mpx.DynamicLossScaling.from_state_dict(state)
 
 
+PUBLISHED = {"min_loss_scaling": 1.0, "counter": np.int32(5), "factor": 2, "period": 7}
+
+
 @pytest.mark.parametrize("make", [float, np.float32, jnp.float32])
 def test_row25_a_state_of_the_published_mpx_migrates(make):
-    old = {
-        "loss_scaling": make(64.0),
-        "min_loss_scaling": make(1.0),
-        "counter": np.int32(5),
-        "factor": 2,
-        "period": 7,
-    }
+    old = PUBLISHED | {"loss_scaling": make(64.0), "min_loss_scaling": make(1.0)}
     new = mpx.DynamicLossScaling.from_state_dict(old)
     assert float(new.loss_scale) == 64.0
     assert int(new.counter) == 5 and int(new.period) == 7 and int(new.steps) == 0
@@ -357,41 +265,47 @@ def test_row25_a_state_of_the_published_mpx_migrates(make):
     assert_same_bits(base.state_dict(), new.state_dict())
 
 
+def test_a_migrated_state_is_checked():
+    with pytest.raises(ValueError, match="`loss_scaling`"):
+        mpx.DynamicLossScaling.from_state_dict({**PUBLISHED, "loss_scaling": 0.0})
+    with pytest.raises(ValueError, match="StaticLossScaling"):
+        mpx.StaticLossScaling.from_state_dict({**PUBLISHED, "loss_scaling": 8.0})
+
+
+# Version 2 counts bad losses, and the places of the last bad step. Version 3 keeps the
+# number and the loss scale of that step.
+NEW_IN = {
+    2: {"record.bad_losses": np.int32(0), "record.places_seen": np.int32(0)},
+    3: {"record.last_bad": np.int32(0), "record.bad_scale": np.float32(0)},
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("kind", STATES)
-def test_row25_a_state_of_version_1_migrates(kind):
-    """Version 2 counts bad losses, and the places of the last bad step."""
+def test_row25_a_state_of_an_older_version_migrates(kind, version):
     scaling = STATES[kind]()
     state = scaling.state_dict()
-    new = {"record.bad_losses": np.int32(0), "record.places_seen": np.int32(0)}
-    new |= {"record.last_bad": np.int32(0), "record.bad_scale": np.float32(0)}
-    old = {k: v for k, v in state.items() if k not in new} | {"version": 1}
-    migrated = type(scaling).from_state_dict(old).adjust(True).state_dict()
-    assert_same_bits(migrated, {**scaling.adjust(True).state_dict(), **new})
+    new = NEW_IN[3] | (NEW_IN[2] if version == 1 else {})
+    old = {k: v for k, v in state.items() if k not in new} | {"version": version}
+    migrated = type(scaling).from_state_dict(old)
+    adjusted = scaling.adjust(True).state_dict()
+    assert_same_bits(migrated.adjust(True).state_dict(), {**adjusted, **new})
+    if version == 2:
+        assert_same_bits(migrated.state_dict(), {**state, **new})
+        assert migrated.of_bad_step() is migrated
     del old["record.steps"]
     with pytest.raises(ValueError, match="missing: `record.steps`; unknown: none"):
         type(scaling).from_state_dict(old)
 
 
-def test_row25_stacked_states_of_version_1_migrate():
+def test_row25_stacked_states_round_trip_and_migrate_from_version_1():
     states = jax.vmap(mpx.DynamicLossScaling)(jnp.array([8.0, 16.0])).state_dict()
-    new = {
-        f"record.{n}" for n in ("bad_losses", "places_seen", "last_bad", "bad_scale")
-    }
+    new = NEW_IN[2] | NEW_IN[3]
     old = {k: v for k, v in states.items() if k not in new} | {"version": 1}
-    migrated = mpx.DynamicLossScaling.from_state_dict(old)
-    assert_same_bits(migrated.state_dict(), states)
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_row25_a_state_of_version_2_migrates(kind):
-    """Version 3 keeps the number and the loss scale of the last bad step."""
-    scaling = STATES[kind]()
-    state = scaling.state_dict()
-    new = {"record.last_bad": np.int32(0), "record.bad_scale": np.float32(0)}
-    old = {k: v for k, v in state.items() if k not in new} | {"version": 2}
-    migrated = type(scaling).from_state_dict(old)
-    assert_same_bits(migrated.state_dict(), {**state, **new})
-    assert migrated.of_bad_step() is migrated
+    for state in (states, old):
+        other = mpx.DynamicLossScaling.from_state_dict(state)
+        assert_same_bits(other.state_dict(), states)
+        assert other.loss_scaling.tolist() == [8.0, 16.0]
 
 
 def test_a_bad_step_leaves_its_number_and_its_scale():
@@ -429,20 +343,6 @@ def test_counters_stay_at_the_largest_number_and_can_be_read(finite, loss_finite
             mpx.check(scaling)
 
 
-def test_a_migrated_state_is_checked():
-    old = {
-        "loss_scaling": 0.0,
-        "min_loss_scaling": 1.0,
-        "counter": 0,
-        "factor": 2,
-        "period": 7,
-    }
-    with pytest.raises(ValueError, match="`loss_scaling`"):
-        mpx.DynamicLossScaling.from_state_dict(old)
-    with pytest.raises(ValueError, match="StaticLossScaling"):
-        mpx.StaticLossScaling.from_state_dict({**old, "loss_scaling": 8.0})
-
-
 def test_a_mid_run_checkpoint_gives_the_same_training():
     """Row 26, over whole steps."""
 
@@ -466,11 +366,6 @@ def test_a_mid_run_checkpoint_gives_the_same_training():
     assert int(scaling.skipped) == 2
 
 
-def _same_leaves(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
-
-
 @pytest.mark.slow
 def test_flax_restores_the_state_of_a_recipe():
     """Its class alone does not know the slots; the target does."""
@@ -485,7 +380,7 @@ def test_flax_restores_the_state_of_a_recipe():
     scaling = mpx.filter_grad(loss, start)(weights, x).scaling
     data = flax.serialization.to_bytes({"scaling": scaling})
     restored = flax.serialization.from_bytes({"scaling": start}, data)["scaling"]
-    assert _same_leaves(restored, scaling) and not _same_leaves(restored, start)
+    assert same_bits(restored, scaling) and not same_bits(restored, start)
 
 
 def test_flax_restores_stored_weights_and_their_masters():
@@ -499,7 +394,7 @@ def test_flax_restores_stored_weights_and_their_masters():
         return {"model": model, "opt_state": tx.init(model)}
 
     data = flax.serialization.to_bytes(made(3.0))
-    assert _same_leaves(flax.serialization.from_bytes(made(1.0), data), made(3.0))
+    assert same_bits(flax.serialization.from_bytes(made(1.0), data), made(3.0))
     other = mpx.quantization.TensorQuantizer(mpx.Format.E5M2)
     other = mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}, other)
     with pytest.raises(ValueError, match="must be stored as in the state"):

@@ -53,11 +53,8 @@ def weights(kind=AxisType.Auto, dtype=jnp.float32):
         "embed": np.arange(8 * 12).reshape(8, 12) / 7,
         "layer": {"kernel": np.ones((12, 16)) / 3, "bias": np.zeros(40)},
     }
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x.astype(dtype), NamedSharding(mesh, spec)),
-        full,
-        SPECS,
-    )
+    put = lambda x, spec: jax.device_put(x.astype(dtype), NamedSharding(mesh, spec))  # noqa: E731
+    return jax.tree.map(put, full, SPECS)
 
 
 def divided_like_weights(state, largest=40):
@@ -76,17 +73,23 @@ def divided_like_weights(state, largest=40):
     return seen
 
 
+def dtype_for(optimizer):
+    return jnp.bfloat16 if "Master" in type(optimizer).__name__ else jnp.float32
+
+
+def raw(tree):
+    is_key = lambda x: x.dtype.name == "key<fry>"  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
 @every_transformation
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_every_array_of_the_state_lies_as_its_weight_does(optimizer, kind):
-    dtype = jnp.bfloat16 if "Master" in type(optimizer).__name__ else jnp.float32
-    w = weights(kind, dtype)
+    w = weights(kind, dtype_for(optimizer))
     state = mpx.init_optimizer(optimizer, w)
-    plain = jax.tree.map(np.asarray, w)
-    expected = optimizer.init(jax.tree.map(jnp.asarray, plain))
+    expected = optimizer.init(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), w))
     assert jax.tree.structure(state) == jax.tree.structure(expected)
-    raw = lambda x: jax.random.key_data(x) if x.dtype.name == "key<fry>" else x  # noqa: E731
-    assert same_bits(jax.tree.map(raw, state), jax.tree.map(raw, expected))
+    assert same_bits(raw(state), raw(expected))
     assert divided_like_weights(state) or optimizer is TRANSFORMATIONS["sgd"]
     # All lie on the mesh: what Orbax wants of a state that several processes save.
     assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(state))
@@ -95,12 +98,10 @@ def test_every_array_of_the_state_lies_as_its_weight_does(optimizer, kind):
 @every_transformation
 def test_under_jit_the_compiler_finds_the_same_places(optimizer):
     """Where `optimizer.init` alone puts everything whole on each device."""
-    dtype = jnp.bfloat16 if "Master" in type(optimizer).__name__ else jnp.float32
-    w = weights(dtype=dtype)
+    w = weights(dtype=dtype_for(optimizer))
     state = jax.jit(functools.partial(mpx.init_optimizer, optimizer))(w)
-    raw = lambda x: jax.random.key_data(x) if x.dtype.name == "key<fry>" else x  # noqa: E731
     expected = jax.jit(optimizer.init)(w)
-    assert same_bits(jax.tree.map(raw, state), jax.tree.map(raw, expected))
+    assert same_bits(raw(state), raw(expected))
     divided_like_weights(state)
     moments = [x for x in jax.tree.leaves(expected) if x.shape == (8, 12)]
     if "Master" not in type(optimizer).__name__:
@@ -109,21 +110,25 @@ def test_under_jit_the_compiler_finds_the_same_places(optimizer):
 
 def test_under_jit_on_explicit_axes():
     w = weights(AxisType.Explicit)
-    init = jax.jit(functools.partial(mpx.init_optimizer, TRANSFORMATIONS["adafactor"]))
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        assert divided_like_weights(init(w))
+        assert divided_like_weights(init_of(TRANSFORMATIONS["adafactor"])(w))
+
+
+each_way = pytest.mark.parametrize("under_jit", [False, True])
+
+
+def init_of(optimizer, under_jit=True, **options):
+    init = functools.partial(mpx.init_optimizer, optimizer, **options)
+    return jax.jit(init) if under_jit else init
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, mpx.compress_state])
-@pytest.mark.parametrize("under_jit", [False, True])
+@each_way
 def test_the_state_of_a_part_of_the_weights_lies_as_that_part(wrap, under_jit):
-    w = optax.LookaheadParams.init_synced(
-        {"embed": jnp.ones((64, 128), device=weights()["embed"].sharding)}
-    )
-    init = functools.partial(
-        mpx.init_optimizer, wrap(optax.lookahead(optax.adam(0.1), 5, 0.5))
-    )
-    state = (jax.jit(init) if under_jit else init)(w)
+    embed = jnp.ones((64, 128), device=weights()["embed"].sharding)
+    w = optax.LookaheadParams.init_synced({"embed": embed})
+    optimizer = wrap(optax.lookahead(optax.adam(0.1), 5, 0.5))
+    state = init_of(optimizer, under_jit)(w)
     found = [x for x in jax.tree.leaves(state) if x.shape == (64, 128)]
     assert len(found) == 2
     assert all(x.sharding.shard_shape(x.shape) == (32, 32) for x in found)
@@ -131,39 +136,28 @@ def test_the_state_of_a_part_of_the_weights_lies_as_that_part(wrap, under_jit):
 
 def test_weights_that_are_not_finite_do_not_reach_the_state_under_jit():
     w = jax.tree.map(lambda x: x * jnp.nan, weights())
-    optimizer = TRANSFORMATIONS["adafactor"]
-    state = jax.jit(functools.partial(mpx.init_optimizer, optimizer))(w)
-    assert bool(mpx.all_finite(state))
+    assert bool(mpx.all_finite(init_of(TRANSFORMATIONS["adafactor"])(w)))
 
 
-@pytest.mark.parametrize("under_jit", [False, True])
+@each_way
 def test_state_in_pieces_of_weights_that_are_whole(under_jit):
     """Half-precision weights on every device, masters and moments divided."""
-    optimizer = mpx.master_weights(optax.adam(0.1))
-    mesh = mesh_of()
+    optimizer, mesh = mpx.master_weights(optax.adam(0.1)), mesh_of()
     w = jax.device_put(weights(dtype=jnp.bfloat16), NamedSharding(mesh, P()))
     layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    init = functools.partial(mpx.init_optimizer, optimizer, shardings=layout)
-    state = (jax.jit(init) if under_jit else init)(w)
+    state = init_of(optimizer, under_jit, shardings=layout)(w)
     assert divided_like_weights(state) == 9
-    one = functools.partial(
-        mpx.init_optimizer, optimizer, shardings=NamedSharding(mesh, P("fsdp"))
-    )
+    one = init_of(optimizer, False, shardings=NamedSharding(mesh, P("fsdp")))
     state = one({"embed": w["embed"]})
     assert state.masters["embed"].sharding.shard_shape((8, 12)) == (2, 12)
 
 
 def test_stored_weights_have_masters_and_moments_in_pieces():
     w = weights(dtype=jnp.bfloat16)
-    stored = jax.jit(
-        lambda w: mpx.quantization.quantize_weights(
-            w, mpx.quantization.TensorQuantizer()
-        )
-    )(w)
+    stored = jax.jit(mpx.quantization.quantize_weights)(w)
     layout = jax.tree.map(lambda x: x.sharding, w)
-    state = mpx.init_optimizer(
-        mpx.master_weights(optax.adam(0.1)), stored, w, shardings=layout
-    )
+    init = init_of(mpx.master_weights(optax.adam(0.1)), False, shardings=layout)
+    state = init(stored, w)
     assert divided_like_weights(state) == 9
     assert same_bits(state.masters, jax.tree.map(lambda x: x.astype(jnp.float32), w))
 
@@ -172,9 +166,8 @@ def test_a_step_keeps_the_layout_and_agrees_with_one_device():
     w, optimizer = weights(), optax.adamw(0.1)
     grads = jax.tree.map(jnp.ones_like, w)
     whole = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), w)
-    step = jax.jit(
-        functools.partial(mpx.optimizer_update, grads_finite=True), static_argnums=1
-    )
+    update = functools.partial(mpx.optimizer_update, grads_finite=True)
+    step = jax.jit(update, static_argnums=1)
     state = mpx.init_optimizer(optimizer, w)
     new, after = step(w, optimizer, state, grads)
     assert divided_like_weights(after) == divided_like_weights(state) == 6
@@ -230,18 +223,14 @@ def test_layouts_are_found_in_linear_time():
     assert calls(300) < 11 * calls(30)
 
 
-@pytest.mark.parametrize("under_jit", [False, True])
+@each_way
 def test_an_array_that_fits_no_weight_is_an_error(under_jit):
-    init = functools.partial(mpx.init_optimizer, optax.flatten(optax.adam(0.1)))
-    init = jax.jit(init) if under_jit else init
-    with pytest.raises(
-        ValueError, match=r"no weight that matches float32\[328\] at .*mu`\. "
-    ):
-        init(weights())
+    optimizer = optax.flatten(optax.adam(0.1))
+    match = r"no weight that matches float32\[328\] at .*mu`\. "
+    with pytest.raises(ValueError, match=match):
+        init_of(optimizer, under_jit)(weights())
     whole = NamedSharding(mesh_of(), P())
-    state = mpx.init_optimizer(
-        optax.flatten(optax.adam(0.1)), weights(), otherwise=whole
-    )
+    state = mpx.init_optimizer(optimizer, weights(), otherwise=whole)
     assert state[0].mu.sharding == whole
 
 
@@ -249,17 +238,14 @@ def test_an_array_of_another_shape_than_its_weight_names_it():
     strange = optax.GradientTransformation(
         lambda w: jax.tree.map(lambda x: jnp.zeros((77, 3)), w), lambda *a: a
     )
-    with pytest.raises(
-        ValueError,
-        match=r"float32\[77,3\] at `\['embed'\]`, of the weight float32",
-    ):
+    match = r"float32\[77,3\] at `\['embed'\]`, of the weight float32"
+    with pytest.raises(ValueError, match=match):
         mpx.init_optimizer(strange, weights())
 
 
 def test_bad_arguments():
-    with pytest.raises(
-        TypeError, match=r"init_optimizer` needs an Optax transf.* int 3"
-    ):
+    match = r"init_optimizer` needs an Optax transf.* int 3"
+    with pytest.raises(TypeError, match=match):
         mpx.init_optimizer(3, weights())
     one = NamedSharding(mesh_of(), P())
     with pytest.raises(ValueError, match=r"must be a tree like `params`, or a"):

@@ -4,6 +4,7 @@ docs/numerics.md, "On a CPU".
 """
 
 import contextlib
+import functools
 import io
 import re
 
@@ -41,17 +42,14 @@ def relative_error(found, exact):
 
 
 def twin_of(function, *args):
-    """A product of JAX's as the one for CPUs, and its parameters."""
     (equation,) = jax.make_jaxpr(function)(*args).eqns
+    usual = equation.primitive
     primitive = _cpu_products.in_cpu_form(equation, args).primitive
-    assert primitive is not equation.primitive and str(primitive) == str(
-        equation.primitive
-    )
+    assert primitive is not usual and str(primitive) == str(usual)
     return lambda a, b: primitive.bind(a, b, **equation.params)
 
 
 def under_each_transform(function, a, b):
-    """A bilinear function and what JAX makes of it."""
     result, back = jax.vjp(function, a, b)
 
     def curved(a):
@@ -78,9 +76,7 @@ def check_all(function, a, b):
     wide = a.astype(jnp.float32), b.astype(jnp.float32)
     exact = jax.jit(lambda a, b: under_each_transform(function, a, b))(*wide)
     for name, part in found.items():
-        for x, y in zip(
-            jax.tree.leaves(part), jax.tree.leaves(exact[name]), strict=True
-        ):
+        for x, y in zip(*map(jax.tree.leaves, (part, exact[name])), strict=True):
             assert x.dtype == jnp.bfloat16 and relative_error(x, y) < 6e-3, name
     assert (twin(a, b) == jax.jit(twin)(a, b)).all()
 
@@ -119,24 +115,19 @@ CONVOLUTIONS = {
 }
 
 
+def convolved(x, w, order="NHWC", stride=1, padding="SAME", holes=1, **options):
+    spec = (order, "HWIO" if order == "NHWC" else "OIHW", order)
+    options |= {"rhs_dilation": (holes, holes), "dimension_numbers": spec}
+    return lax.conv_general_dilated(x, w, (stride, stride), padding, **options)
+
+
 @pytest.mark.parametrize("order", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_become_products_where_these_win(name, order):
     (k, stride, c, n, padding, holes), counts = CONVOLUTIONS[name]
-    orders = (order, "HWIO" if order == "NHWC" else "OIHW", order)
     x = half(2, 9, 8, c) if order == "NHWC" else half(2, c, 9, 8)
     w = half(k, k, c, n, seed=1) if order == "NHWC" else half(n, c, k, k, seed=1)
-
-    def function(x, w):
-        return lax.conv_general_dilated(
-            x,
-            w,
-            (stride, stride),
-            padding,
-            rhs_dilation=(holes, holes),
-            dimension_numbers=orders,
-        )
-
+    function = lambda x, w: convolved(x, w, order, stride, padding, holes)  # noqa: E731
     twin = twin_of(function, x, w)
     lowered = jax.jit(lambda x, w: jax.vjp(twin, x, w)[1](twin(x, w))).lower(x, w)
     text = lowered.as_text()
@@ -149,41 +140,23 @@ def test_convolutions_become_products_where_these_win(name, order):
 @pytest.mark.parametrize("holes", [1, 2])
 @pytest.mark.parametrize("k", [1, 2])
 def test_holes_in_the_input_and_in_the_window(k, holes):
-    def function(x, w):
-        return lax.conv_general_dilated(
-            x,
-            w,
-            (1, 1),
-            [(k, k)] * 2,
-            lhs_dilation=(2, 2),
-            rhs_dilation=(holes, holes),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-
+    options = {"padding": [(k, k)] * 2, "lhs_dilation": (2, 2), "holes": holes}
+    function = functools.partial(convolved, **options)
     check_all(function, half(2, 5, 4, 32), half(k, k, 32, 48, seed=1))
 
 
 def test_a_convolution_of_any_batch_is_exported():
-    def loss(w, x):
-        spec = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=spec)
-        return jnp.sum(y)
-
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 4, 4, 32), jnp.float32)
     w = jnp.ones((1, 1, 32, 16))
-    step = jax.jit(jax.grad(mpx.autocast(loss, target=CPU)))
-    found = jax.export.export(step)(w, x).call(w, jnp.ones((3, 4, 4, 32)))
+    loss = mpx.autocast(lambda w, x: jnp.sum(convolved(x, w)), target=CPU)
+    exported = jax.export.export(jax.jit(jax.grad(loss)))(w, x)
+    found = exported.call(w, jnp.ones((3, 4, 4, 32)))
     assert relative_error(found, jnp.full(w.shape, 48.0)) < 5e-3
 
 
 def test_groups_stay_convolutions():
-    def function(x, w):
-        spec = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=spec, feature_group_count=4
-        )
-
+    function = functools.partial(convolved, feature_group_count=4)
     check_all(function, half(2, 5, 5, 32), half(1, 1, 8, 64, seed=1))
 
 
@@ -198,21 +171,21 @@ WEIGHTS = {"a": jnp.eye(64) + 0.1, "b": jnp.eye(64) - 0.1}
 X = jax.random.normal(jax.random.key(3), (4, 16, 64))
 
 
-def lowered(function, *args):
-    return jax.jit(jax.grad(function)).lower(*args).as_text()
+def on(target, function=layer, dtype=None):
+    """The gradient of a function that autocast writes for a target."""
+    return jax.grad(mpx.autocast(function, dtype, target=target))
 
 
 def test_only_targets_that_want_the_form_have_it():
+    def has_form(gradient):
+        return "LayoutConstraint" in jax.jit(gradient).lower(WEIGHTS, X).as_text()
+
     for target, is_wanted in ((CPU, True), ("sm_90", False), ("tpu v5e", False)):
-        text = lowered(mpx.autocast(layer, target=target), WEIGHTS, X)
-        assert ("LayoutConstraint" in text) == is_wanted
-    plain = lowered(mpx.autocast(layer, target="cpu"), WEIGHTS, X)
-    assert ("LayoutConstraint" in plain) == (jax.__version_info__ >= (0, 11))
+        assert has_form(on(target)) == is_wanted
+    assert has_form(on("cpu")) == (jax.__version_info__ >= (0, 11))
     # float16 has no units, and other platforms get JAX's product from the same program.
-    assert "LayoutConstraint" not in lowered(
-        mpx.autocast(layer, "float16", target=CPU), WEIGHTS, X
-    )
-    traced = jax.jit(jax.grad(mpx.autocast(layer, target=CPU))).trace(WEIGHTS, X)
+    assert not has_form(on(CPU, dtype="float16"))
+    traced = jax.jit(on(CPU)).trace(WEIGHTS, X)
     for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "LayoutConstraint" not in for_gpu and "dot_general" in for_gpu
 
@@ -234,8 +207,7 @@ def test_the_gradient_of_a_weight_is_summed_in_float32(options):
     def loss(w):
         return jnp.sum((x.astype(jnp.float32) @ w) * g.astype(jnp.float32))
 
-    step = jax.jit(jax.grad(mpx.autocast(loss, target=CPU)), compiler_options=options)
-    found = step(jnp.zeros((64, 48)))
+    found = jax.jit(on(CPU, loss), compiler_options=options)(jnp.zeros((64, 48)))
     x, g = (np.asarray(v, np.float64).reshape(2048, -1) for v in (x, g))
     assert relative_error(found, x.T @ g) < 4e-3
 
@@ -263,13 +235,12 @@ def test_the_library_takes_each_form(name):
     products = re.findall(r"= (\w+)\[[\d,]*\]\S* dot\(%?([\w.]+), %?([\w.]+)\)", text)
     types = dict(re.findall(r"%?([\w.\-]+) = (\w+)\[", text))
     assert products
-    in_library = text.count("kind=kCustom")
     for result, *operands in products:
         assert result == "f32"
         if HAS_UNITS:
             assert {types[x] for x in operands} == {"bf16"}
     if HAS_UNITS:
-        assert in_library >= len(set(products)) // 2 > 0
+        assert text.count("kind=kCustom") >= len(set(products)) // 2 > 0
     jax.block_until_ready(compiled(*args))
 
 
@@ -277,17 +248,14 @@ def test_a_turned_operand_is_computed_by_the_library_or_at_all():
     """XLA folded a transpose into it: "UNIMPLEMENTED ... DotThunk" (jaxlib 0.10)."""
     x, y = half(2, 4, 16, 16), half(2, 4, 16, 32, seed=1)
 
-    def function(x, y):
-        def loss(x, y):
-            turned = x.swapaxes(2, 3) @ y
-            return jnp.sum(turned * jnp.einsum("bhkn,bhkp->bhnp", x, y))
-
-        return mpx.autocast(loss, target=CPU)(x, y)
+    def loss(x, y):
+        turned = x.swapaxes(2, 3) @ y
+        return jnp.sum(turned * jnp.einsum("bhkn,bhkp->bhnp", x, y))
 
     args = x.astype(jnp.float32), y.astype(jnp.float32)
     exact = jax.grad(lambda x: jnp.sum(jnp.square(x.swapaxes(2, 3) @ args[1])))(args[0])
     for options in (AS_USUAL, WITHOUT_LIBRARY):
-        step = jax.jit(jax.grad(function), compiler_options=options)
+        step = jax.jit(on(CPU, loss), compiler_options=options)
         assert relative_error(step(*args), exact) < 1e-2
 
 
@@ -316,11 +284,10 @@ def test_policies_of_checkpoints_know_the_product(policy):
 
 
 def test_a_policy_that_moves_to_the_host_keeps_the_product():
-    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
-        "device", "pinned_host"
-    )
-    func = jax.checkpoint(mpx.autocast(layer, target=CPU), policy=offload)
-    expected = jax.grad(mpx.autocast(layer, target=CPU))(WEIGHTS, X)
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims
+    policy = offload("device", "pinned_host")
+    func = jax.checkpoint(mpx.autocast(layer, target=CPU), policy=policy)
+    expected = on(CPU)(WEIGHTS, X)
     found = jax.jit(jax.grad(func))(WEIGHTS, X)
     assert relative_error(found["a"], expected["a"]) < 1e-2
 
@@ -328,17 +295,15 @@ def test_a_policy_that_moves_to_the_host_keeps_the_product():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shardings_are_kept(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    expected = jax.jit(jax.grad(mpx.autocast(layer, target=CPU)))(WEIGHTS, X)
+    step = jax.jit(on(CPU))
+    expected = step(WEIGHTS, X)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
         specs = {"a": P(None, "model"), "b": P("model", None)}
         if kind is AxisType.Explicit:  # or the layer would have to say how it sums
             specs = {"a": P(None, None), "b": P(None, None)}
-        w = {
-            k: jax.device_put(WEIGHTS[k], NamedSharding(mesh, s))
-            for k, s in specs.items()
-        }
-        step = jax.jit(jax.grad(mpx.autocast(layer, target=CPU)))
+        put = lambda k, s: jax.device_put(WEIGHTS[k], NamedSharding(mesh, s))  # noqa: E731
+        w = {k: put(k, s) for k, s in specs.items()}
         found, text = step(w, x), step.lower(w, x).compile().as_text()
     assert "all-gather" not in text
     for name, spec in specs.items():
@@ -350,56 +315,41 @@ def test_in_shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.random.normal(jax.random.key(4), (8, 16, 64))
 
-    def loss(w, x):
-        return jax.lax.pmean(layer(w, x), "data")
-
     def by_hand(target):
-        func = mpx.autocast(loss, target=target)
-        mapped = jax.shard_map(
-            func, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
-        )
-        return jax.jit(jax.grad(mapped))(WEIGHTS, x)
+        func = mpx.autocast(lambda *a: lax.pmean(layer(*a), "data"), target=target)
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        mapped = jax.shard_map(func, mesh=mesh, **specs)
+        return jax.tree.leaves(jax.jit(jax.grad(mapped))(WEIGHTS, x))
 
-    for a, b in zip(
-        *(jax.tree.leaves(by_hand(t)) for t in (CPU, "sm_90")), strict=True
-    ):
+    for a, b in zip(by_hand(CPU), by_hand("sm_90"), strict=True):
         assert relative_error(a, b) < 5e-3
 
 
 def test_within_another_autocast_and_switched_off():
     """A program that was emitted for a CPU is one like others."""
-    inner = jax.grad(mpx.autocast(layer, target=CPU))
-    wide = mpx.autocast(inner, "float32", target=CPU)(WEIGHTS, X)
-    again = mpx.autocast(inner, "float16", target=CPU)(WEIGHTS, X)
     exact = jax.grad(layer)(WEIGHTS, X)
-    for found in (wide, again):
+    for dtype in ("float32", "float16"):
+        found = mpx.autocast(on(CPU), dtype, target=CPU)(WEIGHTS, X)
         assert relative_error(found["a"], exact["a"]) < 1e-2
 
 
-def test_without_jit():
+def test_without_jit_and_exported():
     with jax.disable_jit():
-        found = jax.grad(mpx.autocast(layer, target=CPU))(WEIGHTS, X)
-    expected = jax.grad(mpx.autocast(layer, target=CPU))(WEIGHTS, X)
-    assert relative_error(found["a"], expected["a"]) < 5e-3
-
-
-def test_a_program_is_exported():
-    step = jax.jit(jax.grad(mpx.autocast(layer, target=CPU)))
+        eager = on(CPU)(WEIGHTS, X)
+    assert relative_error(eager["a"], on(CPU)(WEIGHTS, X)["a"]) < 5e-3
+    step = jax.jit(on(CPU))
     found = jax.export.export(step)(WEIGHTS, X).call(WEIGHTS, X)
     assert relative_error(found["a"], step(WEIGHTS, X)["a"]) < 5e-3
 
 
 def test_lines_and_counts_are_those_of_the_product():
-    reports = {}
-    for target in (CPU, "sm_90"):
-        func = jax.grad(mpx.autocast(layer, target=target))
-        report = mpx.explain(func)(WEIGHTS, X)
-        products = [o for o in report.operations if o.primitive == "dot_general"]
-        reports[target] = sorted(
-            (o.flops, o.source, str(o.precision)) for o in products
-        )
-    assert len(reports[CPU]) == 5
-    assert reports[CPU] == reports["sm_90"]
+    def products(target):
+        operations = mpx.explain(on(target))(WEIGHTS, X).operations
+        products = [o for o in operations if o.primitive == "dot_general"]
+        return sorted((o.flops, o.source, str(o.precision)) for o in products)
+
+    assert len(products(CPU)) == 5
+    assert products(CPU) == products("sm_90")
 
 
 def test_infinity_and_nan_pass():

@@ -41,32 +41,29 @@ def cast(model, x):
 
 
 def stacked(model, x):
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(layer), x, model["w"])
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    x, _ = jax.lax.scan(layer, x, model["w"])
     return jnp.mean((x @ model["head"]) ** 2)
 
 
-def program(loss, model, x=X, recipe=RECIPE):
-    """A jitted gradient function of a scaling, and the first scaling."""
+def stacked_and_flipped(model, x):
+    return stacked({**model, "w": jnp.flip(model["w"], 0)}, x)
+
+
+def program(loss, model, recipe=RECIPE):
     func = mpx.autocast(loss, "bfloat16", recipe=recipe)
-
-    @jax.jit
-    def step(model, scaling, x):
-        return mpx.value_and_grad(func, scaling)(model, x)
-
-    return step, mpx.init_scaling(func, model, x)
+    step = jax.jit(lambda m, scaling, x: mpx.value_and_grad(func, scaling)(m, x))
+    return step, mpx.init_scaling(func, model, X)
 
 
-def stepped(loss, model, x=X, recipe=RECIPE):
-    step, scaling = program(loss, model, x, recipe)
-    return scaling, step(model, scaling, x)
+def stepped(loss, model, recipe=RECIPE):
+    step, scaling = program(loss, model, recipe)
+    return step(model, scaling, X)
 
 
-def learned(loss, model, x=X, recipe=RECIPE):
+def learned(loss, model, recipe=RECIPE):
     """The amaxes of weights that a step learns; those of scans by layer."""
-    (scales,) = stepped(loss, model, x, recipe)[1].scaling.scales
+    (scales,) = stepped(loss, model, recipe).scaling.scales
     return np.asarray(scales.amax_history[..., WEIGHT, :].max(-1))
 
 
@@ -90,22 +87,14 @@ def test_a_step_learns_the_amax_of_what_is_quantized(loss, wrap):
     assert found.ravel() == pytest.approx(EXPECTED[loss], rel=2**-8 * is_rounded)
 
 
-def test_each_layer_of_a_scan_has_the_amax_of_its_own():
-    stack = jnp.stack([W, 5 * W, 0.1 * W])
-    found = learned(stacked, {"w": stack, "head": HEAD})
-    expected = [LARGEST, 5 * LARGEST, 0.1 * LARGEST]
-    assert found.ravel().tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_scan_of_turned_layers_has_the_amaxes_of_what_it_reads():
-    stack = jnp.stack([W, 5 * W, 0.1 * W])
-
-    def turned(model, x):
-        return stacked({**model, "w": jnp.flip(model["w"], 0)}, x)
-
-    found = learned(turned, {"w": stack, "head": HEAD})
-    expected = [0.1 * LARGEST, 5 * LARGEST, LARGEST]
-    assert found.ravel().tolist() == pytest.approx(expected, rel=2**-8)
+@pytest.mark.parametrize(
+    ("loss", "expected", "error"),
+    [(stacked, [1, 5, 0.1], 1e-6), (stacked_and_flipped, [0.1, 5, 1], 2**-8)],
+)
+def test_each_layer_of_a_scan_has_the_amax_of_what_it_reads(loss, expected, error):
+    found = learned(loss, {"w": jnp.stack([W, 5 * W, 0.1 * W]), "head": HEAD})
+    expected = [LARGEST * factor for factor in expected]
+    assert found.ravel().tolist() == pytest.approx(expected, rel=error)
 
 
 @pytest.mark.parametrize("join", ["concatenate", "update"])
@@ -135,14 +124,11 @@ def test_a_weight_that_is_not_finite_is_a_bad_step():
 def test_a_first_step_that_starts_warm_scales_by_the_weight_at_hand():
     recipe = mpx.DelayedScaling(warm_start=True)
     model = {"w": 1e-4 * W, "head": HEAD}
-    delayed, current = (
-        stepped(plain, model, recipe=one)[1].value
-        for one in (recipe, mpx.Float8CurrentScaling())
-    )
-    np.testing.assert_allclose(delayed, current, rtol=1e-5)
-    assert learned(plain, model, recipe=recipe).tolist() == pytest.approx(
-        [1e-4 * LARGEST], rel=1e-6
-    )
+    recipes = recipe, mpx.Float8CurrentScaling()
+    values = [stepped(plain, model, recipe=one).value for one in recipes]
+    np.testing.assert_allclose(*values, rtol=1e-5)
+    found = learned(plain, model, recipe=recipe).tolist()
+    assert found == pytest.approx([1e-4 * LARGEST], rel=1e-6)
 
 
 def test_the_amax_is_not_taken_again_under_checkpoint():

@@ -37,16 +37,16 @@ def test_inputs_and_outputs_are_cast(of, dtype, return_dtype):
     assert out.dtype == jnp.dtype(return_dtype or dtype)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda x: {"a": x, "b": [x]},
-        lambda x: [x, x],
-        lambda x: (x, None),
-        lambda x: Pair(x, x),
-        lambda x: x,
-    ],
-)
+BUILD = {
+    "dict": lambda x: {"a": x, "b": [x]},
+    "list": lambda x: [x, x],
+    "tuple": lambda x: (x, None),
+    "named tuple": lambda x: Pair(x, x),
+    "array": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("build", BUILD.values(), ids=BUILD)
 def test_every_kind_of_result_is_cast(build):
     out = mpx.cast_function(build, "float32", "float16")(jnp.ones(2))
     assert _dtypes(out) == {"float16"}
@@ -109,12 +109,6 @@ def test_as_a_decorator():
     assert with_dtype(x).dtype == low(x).dtype == np.float32
 
 
-def test_gradients_come_back_in_the_dtype_of_the_input():
-    f = mpx.force_full_precision(lambda x: jnp.sum(x**2), "float32")
-    g = jax.grad(f)(jnp.array([1.0, 3.0], jnp.float16))
-    assert g.dtype == np.float16 and g.tolist() == [2.0, 6.0]
-
-
 def test_a_closed_over_array_is_not_cast():
     weight = jnp.ones(2, jnp.float16)
     out = mpx.cast_function(lambda x: (x, weight), "float32")(jnp.ones(2))
@@ -129,10 +123,6 @@ def test_no_casts_where_none_are_needed(dtype):
     assert str(jax.make_jaxpr(f)(x)) == str(jax.make_jaxpr(lambda x: x * x)(x))
 
 
-def test_errors_come_at_once():
-    with pytest.raises(ValueError, match="needs a dtype; got 'float17'"):
-        mpx.cast_function(jnp.sin, "float17")
-    with pytest.raises(TypeError, match="int32"):
-        mpx.cast_function(jnp.sin, "float16", "int32")
+def test_an_unknown_dtype_of_force_full_precision_is_refused_at_once():
     with pytest.raises(ValueError, match="needs a dtype; got"):
-        mpx.force_full_precision(jnp.sin, "fp32")
+        mpx.force_full_precision(jnp.sum, "fp32")

@@ -1,6 +1,7 @@
 """Policies and their text grammar."""
 
 import dataclasses
+import itertools
 import pickle
 
 import hypothesis
@@ -14,10 +15,7 @@ import mpx
 
 from ..helpers import EIGHT_BITS, WIDE, assert_same_bits
 
-
-def _policy(param, compute, output):
-    return mpx.Policy(param, compute, output)
-
+_policy = mpx.Policy
 
 GRAMMAR = [
     ("float16", ("float16", "float16", "float16")),
@@ -80,11 +78,8 @@ def test_immutable_and_static_under_jit():
     policy = mpx.get_policy("p=f32,c=f16,o=f32")
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.compute_dtype = "float32"
-
-    def f(x, policy):
-        return policy.cast_to_compute(x)
-
-    assert jax.jit(f, static_argnums=1)(jnp.ones(2), policy).dtype == np.float16
+    cast = jax.jit(lambda x, policy: policy.cast_to_compute(x), static_argnums=1)
+    assert cast(jnp.ones(2), policy).dtype == np.float16
 
 
 def test_casts_are_cast_tree():
@@ -123,19 +118,16 @@ def test_what_travels_is_part_of_a_policy(more):
 
 
 def test_gradients_come_in_the_dtype_that_the_policy_says():
-    policy = mpx.get_policy(f"{TRAVELLING},grad=bfloat16")
-    for accumulate in (1, 2):
-        for loss in (jnp.sum, mpx.autocast(jnp.sum)):
-            call = mpx.filter_grad(
-                loss, mpx.NoLossScaling(), policy=policy, accumulate=accumulate
-            )
-            assert call(jnp.ones(4)).grads.dtype == jnp.bfloat16
+    options = {"policy": mpx.get_policy(f"{TRAVELLING},grad=bfloat16")}
+    for accumulate, loss in itertools.product((1, 2), (jnp.sum, mpx.autocast(jnp.sum))):
+        options["accumulate"] = accumulate
+        call = mpx.filter_grad(loss, mpx.NoLossScaling(), **options)
+        assert call(jnp.ones(4)).grads.dtype == jnp.bfloat16
 
 
 def test_a_policy_and_autocast_have_to_agree():
     loss = mpx.autocast(jnp.sum, jnp.float16)
     policy = mpx.get_policy(f"{TRAVELLING},reduce=float32")
-    with pytest.raises(
-        ValueError, match="computes in bfloat16, but the autocast function"
-    ):
+    match = "computes in bfloat16, but the autocast function"
+    with pytest.raises(ValueError, match=match):
         mpx.filter_grad(loss, mpx.DynamicLossScaling(), policy=policy)

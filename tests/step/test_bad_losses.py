@@ -20,6 +20,7 @@ import mpx.nnx
 from .cases import same_bits, total
 
 BAD = [np.nan, np.inf, -np.inf]
+ONES, NANS = jnp.ones(2), jnp.full(2, jnp.nan)
 
 
 def loss(w, x):
@@ -36,6 +37,11 @@ def adjusted(scaling, fun, w, x, **options):
     return jax.jit(lambda s: mpx.filter_grad(fun, s, **options)(w, x))(scaling)
 
 
+def counted(scaling):
+    """The scale, and how many steps were skipped, and for a bad loss."""
+    return float(scaling.loss_scale), int(scaling.skipped), int(scaling.bad_losses)
+
+
 @pytest.mark.parametrize("style", ["explicit", "autocast"])
 def test_one_bad_batch_in_a_hundred_leaves_the_scale_for_20_000_steps(style):
     fun = loss if style == "explicit" else mpx.autocast(loss, jnp.float16)
@@ -49,8 +55,7 @@ def test_one_bad_batch_in_a_hundred_leaves_the_scale_for_20_000_steps(style):
     run = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(20_000))[0])
     w, scaling = run((jnp.ones(4), mpx.DynamicLossScaling()))
     mpx.check(scaling)
-    assert float(scaling.loss_scale) == 2.0**15
-    assert int(scaling.bad_losses) == int(scaling.skipped) == 200
+    assert counted(scaling) == (2.0**15, 200, 200)
     assert int(scaling.floored) == 0 and np.isfinite(w).all()
 
 
@@ -58,24 +63,11 @@ def test_one_bad_batch_in_a_hundred_leaves_the_scale_for_20_000_steps(style):
 def test_a_bad_loss_changes_counters_only(value):
     start = mpx.DynamicLossScaling(2.0**10, period=4, hysteresis=3)
     start = start.adjust(True).adjust(True).adjust(False)
-    after = adjusted(start, loss, jnp.ones(2), jnp.array([1.0, value])).scaling
-    changed = {
-        name
-        for name, value in after.state_dict().items()
-        if not np.array_equal(value, start.state_dict()[name])
-    }
-    assert changed == {
-        f"record.{name}"
-        for name in (
-            "steps",
-            "skipped",
-            "bad_losses",
-            "skipped_in_a_row",
-            "places",
-            "places_seen",
-            "last_bad",
-        )
-    }
+    after = adjusted(start, loss, ONES, jnp.array([1.0, value])).scaling.state_dict()
+    before = start.state_dict()
+    changed = {n for n in after if not np.array_equal(after[n], before[n])}
+    names = "steps skipped bad_losses skipped_in_a_row places places_seen last_bad"
+    assert changed == {f"record.{name}" for name in names.split()}
 
 
 def test_a_bad_loss_is_no_step_of_the_window():
@@ -88,25 +80,15 @@ def test_a_bad_loss_is_no_step_of_the_window():
     assert scales == [8, 8, 16, 16, 16, 16, 16, 32]
 
 
-def test_gradients_that_overflow_make_the_scale_fall():
-    scaling = mpx.DynamicLossScaling(2.0**10)
-    result = adjusted(scaling, overflowing, jnp.ones(2), jnp.ones(2))
-    assert float(result.scaling.loss_scale) == 2.0**9
-    assert (int(result.scaling.skipped), int(result.scaling.bad_losses)) == (1, 0)
-
-
-def test_one_bad_micro_batch_makes_the_loss_bad():
-    x = jnp.ones(4).at[1].set(jnp.nan)
-    fun = lambda w, x: loss(w, x)  # noqa: E731
-    result = adjusted(mpx.DynamicLossScaling(8.0), fun, jnp.ones(()), x, accumulate=4)
-    assert not result.finite and int(result.scaling.bad_losses) == 1
-    assert float(result.scaling.loss_scale) == 8.0
-    # And one that only overflows does not.
-    fun = lambda w, x: overflowing(w, x)  # noqa: E731
-    x = jnp.zeros(4).at[2].set(1.0)
-    result = adjusted(mpx.DynamicLossScaling(8.0), fun, jnp.ones(()), x, accumulate=4)
-    assert not result.finite and int(result.scaling.bad_losses) == 0
-    assert float(result.scaling.loss_scale) == 4.0
+@pytest.mark.parametrize(
+    ("fun", "rest", "one", "expected"),
+    [(loss, 1.0, jnp.nan, (8.0, 1, 1)), (overflowing, 0.0, 1.0, (4.0, 1, 0))],
+    ids=["bad", "overflowing"],
+)
+def test_one_bad_micro_batch_makes_the_loss_bad(fun, rest, one, expected):
+    x, again = jnp.full(4, rest).at[1].set(one), lambda w, x: fun(w, x)
+    result = adjusted(mpx.DynamicLossScaling(8.0), again, jnp.ones(()), x, accumulate=4)
+    assert not result.finite and counted(result.scaling) == expected
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -118,18 +100,11 @@ def test_a_bad_loss_is_not_tried_again(accumulate):
         return loss(w, x)
 
     scaling = mpx.DynamicLossScaling(2.0**10)
-    result = adjusted(
-        scaling,
-        fun,
-        jnp.ones(2),
-        jnp.full(2, jnp.nan),
-        retries=3,
-        accumulate=accumulate,
-    )
+    result = adjusted(scaling, fun, ONES, NANS, retries=3, accumulate=accumulate)
     jax.effects_barrier()
     assert len(tries) == accumulate
     assert float(result.scaling.loss_scale) == 2.0**10
-    result = adjusted(scaling, overflowing, jnp.ones(2), jnp.ones(2), retries=3)
+    result = adjusted(scaling, overflowing, ONES, ONES, retries=3)
     # Three tries more, and the fall that the last of them earns.
     assert float(result.scaling.loss_scale) == 2.0**6
 
@@ -147,31 +122,18 @@ def test_a_bad_loss_on_one_device_is_one_for_all(kind):
         scaling = jax.tree.map(lambda leaf: leaf[3], run(scaling, x[:, None]))
     else:
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        run = jax.shard_map(
-            one,
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
-            check_vma=kind == "shard_map",
-        )
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        run = jax.shard_map(one, mesh=mesh, check_vma=kind == "shard_map", **specs)
         scaling = jax.jit(run)(scaling, x)
-    assert float(scaling.loss_scale) == 8.0
-    assert int(scaling.bad_losses) == int(scaling.skipped) == 1
+    assert counted(scaling) == (8.0, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [mpx.NoLossScaling, lambda: mpx.StaticLossScaling(4.0)],
-    ids=["no", "static"],
-)
-def test_every_scaling_counts_bad_losses(make):
-    policy = "params=float32,compute=bfloat16,output=float32"
-    result = adjusted(make(), loss, jnp.ones(2), jnp.full(2, jnp.nan), policy=policy)
-    assert int(result.scaling.bad_losses) == int(result.scaling.skipped) == 1
-    after = make().adjust(False, loss_finite=jnp.array(False))
-    assert int(after.bad_losses) == 1 and int(make().adjust(False).bad_losses) == 0
+@pytest.mark.parametrize("scaling", [mpx.NoLossScaling(), mpx.StaticLossScaling(4.0)])
+def test_every_scaling_counts_bad_losses(scaling):
+    after = scaling.adjust(False, loss_finite=jnp.array(False))
+    assert int(after.bad_losses) == 1 and int(scaling.adjust(False).bad_losses) == 0
     with pytest.raises(TypeError, match="`loss_finite` of `.*adjust`"):
-        make().adjust(False, loss_finite=jnp.ones(2, bool))
+        scaling.adjust(False, loss_finite=jnp.ones(2, bool))
 
 
 def test_the_state_of_recipes_counts_bad_losses():
@@ -189,39 +151,29 @@ def test_the_state_of_recipes_counts_bad_losses():
 
 def test_what_a_step_checks_again_is_no_bad_loss():
     """Gradients that were broken after they came: the scale falls, as ever."""
-    result = adjusted(mpx.DynamicLossScaling(8.0), loss, jnp.ones(2), jnp.ones(2))
-    broken = result._replace(grads=result.grads * jnp.nan)
-    optimizer = optax.sgd(0.1)
+    result = adjusted(mpx.DynamicLossScaling(8.0), loss, ONES, ONES)
+    broken, optimizer = result._replace(grads=result.grads * jnp.nan), optax.sgd(0.1)
     *_, after = mpx.optimizer_step(
-        jnp.ones(2),
-        optimizer,
-        optimizer.init(jnp.ones(2)),
-        broken,
-        check_gradients=True,
+        ONES, optimizer, optimizer.init(ONES), broken, check_gradients=True
     )
     assert float(after.loss_scale) == 4.0 and int(after.bad_losses) == 0
 
 
 def test_nnx_counts_bad_losses():
-    def fun(w, x):
-        return loss(w[...], x)
-
-    result = mpx.nnx.grad(fun, mpx.DynamicLossScaling(8.0))(
-        nnx.Param(jnp.ones(2)), jnp.full(2, jnp.nan)
-    )
-    assert int(result.scaling.bad_losses) == 1
-    assert float(result.scaling.loss_scale) == 8.0
+    fun = lambda w, x: loss(w[...], x)  # noqa: E731
+    result = mpx.nnx.grad(fun, mpx.DynamicLossScaling(8.0))(nnx.Param(ONES), NANS)
+    assert counted(result.scaling) == (8.0, 1, 1)
 
 
 def test_skipped_optax_steps_have_no_loss_to_count():
     tx = mpx.skip_nonfinite(optax.sgd(0.1))
-    _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)), jnp.ones(2))
+    _, state = tx.update(NANS, tx.init(ONES), ONES)
     assert (int(state.record.skipped), int(state.record.bad_losses)) == (1, 0)
 
 
 def test_a_loop_of_ones_own_says_whether_the_loss_was_finite():
-    scaling, x = mpx.DynamicLossScaling(8.0), jnp.full(2, jnp.nan)
-    value, grads = mpx.calculate_scaled_grad(loss, scaling)(jnp.ones(2), x)
+    scaling = mpx.DynamicLossScaling(8.0)
+    value, grads = mpx.calculate_scaled_grad(loss, scaling)(ONES, NANS)
     finite = mpx.all_finite(grads)
     after = scaling.adjust(finite, loss_finite=jnp.isfinite(value))
     assert float(after.loss_scale) == 8.0 and int(after.bad_losses) == 1
@@ -229,8 +181,6 @@ def test_a_loop_of_ones_own_says_whether_the_loss_was_finite():
 
 
 class TestCheck:
-    """`mpx.check` of runs with bad losses."""
-
     def test_is_silent_at_the_floor_if_only_losses_are_bad(self):
         scaling = mpx.DynamicLossScaling(1.0)
         for _ in range(5):

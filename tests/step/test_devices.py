@@ -43,9 +43,10 @@ def data():
     return x, -np.asarray(uniform(1, STEPS, BATCH, 1))
 
 
-def step(w, scaling, x, y, axis=None):
+def step(w, scaling, x, y, axis=None, **options):
     """One step of gradient descent; over `axis`, gradients are averaged."""
-    result = mpx.filter_value_and_grad(loss, scaling, policy=FLOAT16)(w, x, y)
+    gradient = mpx.filter_value_and_grad(loss, scaling, policy=FLOAT16, **options)
+    result = gradient(w, x, y)
     grads = result.grads
     if axis is not None:
         grads = jax.lax.pmean(grads, axis)
@@ -53,9 +54,10 @@ def step(w, scaling, x, y, axis=None):
     return mpx.select_tree(result.finite, new, w), result.scaling, result.finite
 
 
-def on_all_devices(x):
-    """The different values of a scalar, on all devices and not only on the first."""
-    return np.unique([np.asarray(shard.data) for shard in x.addressable_shards])
+def the_same(x):
+    """A scalar that all devices have, and not only the first one."""
+    (value,) = np.unique([np.asarray(shard.data) for shard in x.addressable_shards])
+    return value
 
 
 def train(run, w=None):
@@ -64,12 +66,8 @@ def train(run, w=None):
     decisions, scales = [], []
     for x, y in zip(*data(), strict=True):
         w, scaling, finite = run(w, scaling, jnp.asarray(x), jnp.asarray(y))
-        flags = on_all_devices(finite)
-        assert flags.size == 1  # no device decides for itself
-        decisions.append(bool(flags[0]))
-        values = on_all_devices(scaling.loss_scale)
-        assert values.size == 1
-        scales.append(float(values[0]))
+        decisions.append(bool(the_same(finite)))  # no device decides for itself
+        scales.append(float(the_same(scaling.loss_scale)))
     return jax.tree.map(np.asarray, w), decisions, scales, scaling
 
 
@@ -79,7 +77,6 @@ def on_one_device():
 
 
 def agree(result):
-    """The weights are near, all decisions and scales are equal."""
     w, decisions, scales, scaling = result
     expected, expected_decisions, expected_scales, expected_scaling = on_one_device()
     assert decisions == expected_decisions and scales == expected_scales
@@ -95,9 +92,11 @@ def mesh():
     return Mesh(np.array(jax.devices()[:8]), ("batch",))
 
 
-def test_jit_over_a_mesh(mesh):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_jit_over_a_mesh(mesh, accumulate):
+    """Micro-batches are strided: each lies on all devices."""
     sharded, whole = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
-    run = jax.jit(step)
+    run = jax.jit(functools.partial(step, accumulate=accumulate))
 
     def place(w, scaling, x, y):
         args = jax.device_put((w, scaling), whole), jax.device_put((x, y), sharded)
@@ -106,61 +105,30 @@ def test_jit_over_a_mesh(mesh):
     agree(train(place))
 
 
-def test_jit_over_a_mesh_with_micro_batches(mesh):
-    """Strided micro-batches: each lies on all devices."""
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shard_map(mesh, check_vma):
+    """Gradients are averaged by hand.
 
-    @jax.jit
-    def run(w, scaling, x, y):
-        call = mpx.filter_grad(loss, scaling, policy=FLOAT16, accumulate=2)
-        result = call(w, x, y)
-        new = jax.tree.map(lambda w, g: w - 0.02 * g, w, result.grads)
-        w = mpx.select_tree(result.finite, new, w)
-        return w, result.scaling, result.finite
-
-    sharded = NamedSharding(mesh, P("batch"))
-    agree(train(lambda w, s, x, y: run(w, s, *jax.device_put((x, y), sharded))))
-
-
-def test_shard_map(mesh):
-    """Without the check of replication, gradients are averaged by hand."""
-    run = jax.shard_map(
-        functools.partial(step, axis="batch"),
-        mesh=mesh,
-        in_specs=(P(), P(), P("batch"), P("batch")),
-        out_specs=(P(), P(), P()),
-        check_vma=False,
-    )
-    agree(train(jax.jit(run)))
-
-
-def test_shard_map_with_checked_replication(mesh):
-    """Weights that are marked as varying get gradients of their own device's rows."""
+    With the check of replication, weights that are marked as varying get gradients of
+    their own device's rows.
+    """
 
     def inner(w, scaling, x, y):
-        local = jax.tree.map(lambda v: jax.lax.pcast(v, "batch", to="varying"), w)
+        local = w
+        if check_vma:
+            local = jax.tree.map(lambda v: jax.lax.pcast(v, "batch", to="varying"), w)
         result = mpx.filter_grad(loss, scaling, policy=FLOAT16)(local, x, y)
         grads = jax.lax.pmean(result.grads, "batch")
         new = jax.tree.map(lambda w, g: w - 0.02 * g, w, grads)
-        return (
-            mpx.select_tree(result.finite, new, w),
-            result.scaling,
-            result.finite,
-        )
+        return mpx.select_tree(result.finite, new, w), result.scaling, result.finite
 
-    run = jax.shard_map(
-        inner,
-        mesh=mesh,
-        in_specs=(P(), P(), P("batch"), P("batch")),
-        out_specs=(P(), P(), P()),
-        check_vma=True,
-    )
+    specs = {"in_specs": (P(), P(), P("batch"), P("batch")), "out_specs": P()}
+    run = jax.shard_map(inner, mesh=mesh, check_vma=check_vma, **specs)
     agree(train(jax.jit(run)))
 
 
 @pytest.mark.slow
-def test_pmap():
-    if len(jax.devices()) < 8:
-        pytest.skip("needs eight devices")
+def test_pmap(mesh):
     local = functools.partial(step, axis="batch")
     run = jax.pmap(local, axis_name="batch", in_axes=(None, None, 0, 0))
 
@@ -170,8 +138,7 @@ def test_pmap():
         assert len(np.unique(np.asarray(scaling.skipped))) == 1
         for leaf in jax.tree.leaves(w):
             assert same_bits([leaf[0]] * 8, list(leaf))
-        first = lambda v: v[0]  # noqa: E731
-        return jax.tree.map(first, w), jax.tree.map(first, scaling), finite
+        return *jax.tree.map(lambda v: v[0], (w, scaling)), finite
 
     agree(train(place))
 
@@ -246,22 +213,19 @@ def in_order_on(devices, arm, is_divided):
     return train_in_order(mesh, arm, is_divided)
 
 
+ORDERED_CASES = [
+    ("delayed", 8, True),
+    ("float16", 2, True),
+    ("current", 8, False),
+    ("delayed", 1, True),
+    ("bfloat16", 4, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("arm", "devices", "is_divided"),
-    slow_but(
-        [("delayed", 8, True)],
-        [
-            ("delayed", 8, True),
-            ("float16", 2, True),
-            ("current", 8, False),
-            ("delayed", 1, True),
-            ("bfloat16", 4, False),
-        ],
-    ),
+    ("arm", "devices", "is_divided"), slow_but(ORDERED_CASES[:1], ORDERED_CASES)
 )
-def test_a_step_in_order_has_equal_bits_on_any_number_of_devices(
-    mesh, devices, is_divided, arm
-):
+def test_a_step_in_order_has_equal_bits_on_any_devices(mesh, devices, is_divided, arm):
     """Data parallel and with divided weights; of weights, moments and the scaling."""
     assert in_order_on(devices, arm, is_divided) == in_order_on(1, arm, False)
 
@@ -269,12 +233,9 @@ def test_a_step_in_order_has_equal_bits_on_any_number_of_devices(
 # --- Layouts, precisions, and who places arrays -------------------------------------
 
 HOW = (WHOLE, CONSTRAINT, RESHARD, SHARD_MAP)
-QUICK = list(
-    zip(HOW, ("delayed", "current", "autocast", "explicit float16"), strict=True)
-)
-OVER_PROCESSES = list(
-    zip(HOW, ("autocast", "explicit float16", "delayed", "current"), strict=True)
-)
+ARMS = ("delayed", "current", "autocast", "explicit float16")
+QUICK = list(zip(HOW, ARMS, strict=True))
+OVER_PROCESSES = list(zip(HOW, ARMS[2:] + ARMS[:2], strict=True))
 
 
 def laid_out(how, arm):
@@ -318,7 +279,6 @@ def laid_out_on_one_device():
 
 
 def agrees_with_one_device(outcome, arm):
-    """As near as rounding lets it be, good at first and bad with a NaN."""
     error, finite, finite_again = outcome
     assert finite and not finite_again
     assert error < (0.1 if arm in RECIPES else 0.01)
@@ -351,7 +311,6 @@ def test_one_reduce_dtype_makes_one_decision_on_any_number_of_devices(
 
 
 def work(process, address):
-    """What each of two processes does; the first prints the outcome."""
     jax.distributed.initialize(address, 2, process)
     mesh = Mesh(np.array(jax.devices()), ("batch",))
     sharded, whole = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
@@ -361,10 +320,8 @@ def work(process, address):
 
     def place(w, scaling, x, y):
         mine = slice(process * rows, (process + 1) * rows)
-        parts = [
-            jax.make_array_from_process_local_data(sharded, np.asarray(v)[mine])
-            for v in (x, y)
-        ]
+        put = jax.make_array_from_process_local_data
+        parts = [put(sharded, np.asarray(v)[mine]) for v in (x, y)]
         return run(w, scaling, *parts)
 
     w, decisions, scales, scaling = train(place, w)

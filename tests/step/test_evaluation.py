@@ -20,6 +20,10 @@ WIDTH, WORDS, LENGTH, ROWS = 32, 16, 4, 4
 BATCH = 32
 
 
+def batch():
+    return normal(3, BATCH, WIDTH) * 4
+
+
 def under_delayed_and(*others):
     """Each program under delayed scaling, and all recipes over the programs."""
     return pytest.mark.parametrize("name", slow_but(["delayed"], ["delayed", *others]))
@@ -43,10 +47,9 @@ def applied(model, x):
 
 def warm(name):
     """The recipe, whose scales are known at the first step."""
-    recipe = RECIPES[name]
-    if isinstance(recipe, mpx.DelayedScaling):
-        return mpx.DelayedScaling(amax_history_len=4, warm_start=True)
-    return recipe
+    is_delayed = isinstance(RECIPES[name], mpx.DelayedScaling)
+    recipe = mpx.DelayedScaling(amax_history_len=4, warm_start=True)
+    return recipe if is_delayed else RECIPES[name]
 
 
 class Run:
@@ -81,16 +84,13 @@ def cross_entropy(logits, labels):
 
 
 def gpt(seed=0):
-    names = ("q", "k", "v", "out", "up", "down")
-    shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)]
-    seeds = range(seed, seed + len(names))
-    triples = zip(names, seeds, shapes, strict=True)
-    found = {name: normal(seed, *shape) for name, seed, shape in triples}
+    shapes = {name: (WIDTH, WIDTH) for name in ("q", "k", "v", "out")}
+    shapes |= {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    found = {n: normal(seed + i, *s) for i, (n, s) in enumerate(shapes.items())}
     return found | {"table": normal(9, WORDS, WIDTH), "head": normal(8, WIDTH, WORDS)}
 
 
 def block(p, x, k, v, mask):
-    """One layer, given all keys and values."""
     scores = jnp.einsum("bqd,bkd->bqk", x @ p["q"], k) / np.sqrt(WIDTH)
     attended = jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v
     x = x + attended @ p["out"]
@@ -107,20 +107,15 @@ def decoded(p, cache, token, place):
     """The logits of one token for each row, and the cache with its key and value."""
     x = p["table"][token][:, None]
     new = x @ p["k"], x @ p["v"]
-    cache = [
-        jax.lax.dynamic_update_slice_in_dim(c, n, place, 1)
-        for c, n in zip(cache, new, strict=True)
-    ]
+    put = jax.lax.dynamic_update_slice_in_dim
+    cache = [put(c, n, place, 1) for c, n in zip(cache, new, strict=True)]
     return block(p, x, *cache, jnp.arange(LENGTH) <= place)[:, 0], cache
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    slow_but(
-        [],
-        [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("current", 1)],
-    ),
-)
+SAMPLED = [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("current", 1)]
+
+
+@pytest.mark.parametrize(("name", "rows"), slow_but([], SAMPLED))
 def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):
     """Token by token, of one text, too: logits of the whole sequence."""
     tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, WORDS)
@@ -147,24 +142,19 @@ def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):
 
 @under_delayed_and("current")
 def test_two_losses_on_one_model(name):
-    """A policy and a value on one trunk, each evaluated alone."""
-    x = normal(3, BATCH, WIDTH) * 4
-    model = {"trunk": mlp(0, WIDTH, WIDTH, WIDTH)} | {
-        "policy": mlp(4, WIDTH, WIDTH, WORDS),
-        "value": mlp(6, WIDTH, WIDTH, 1),
-    }
+    x, model = batch(), {"trunk": mlp(0, WIDTH, WIDTH, WIDTH)}
+    model |= {"policy": mlp(4, WIDTH, WIDTH, WORDS), "value": mlp(6, WIDTH, WIDTH, 1)}
 
-    def policy(model, x):
-        return applied(model["policy"], jnp.tanh(applied(model["trunk"], x)))
+    def on_trunk(name, model, x):
+        return applied(model[name], jnp.tanh(applied(model["trunk"], x)))
 
-    def value(model, x):
-        return applied(model["value"], jnp.tanh(applied(model["trunk"], x)))[:, 0]
+    policy = functools.partial(on_trunk, "policy")
+    value = lambda model, x: on_trunk("value", model, x)[:, 0]  # noqa: E731
 
     def loss(model, x):
         found = policy(model, x), value(model, x)
-        return cross_entropy(found[0], jnp.zeros(len(x), int)) + jnp.mean(
-            found[1] ** 2
-        ), found
+        mean = cross_entropy(found[0], jnp.zeros(len(x), int))
+        return mean + jnp.mean(found[1] ** 2), found
 
     run = Run(name, loss, model, x)
     assert np.array_equal(run(policy, model, x), run.aux[0])
@@ -174,8 +164,7 @@ def test_two_losses_on_one_model(name):
 @under_delayed_and("custom")
 def test_preferences_against_a_frozen_reference(name):
     """DPO: the reference model answers as the model did before it was trained."""
-    x = normal(3, BATCH, WIDTH) * 4
-    model = mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
+    x, model = batch(), mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
 
     def loss(model, reference, x):
         mine, its = applied(model, x), jax.lax.stop_gradient(applied(reference, x))
@@ -184,17 +173,14 @@ def test_preferences_against_a_frozen_reference(name):
 
     run = Run(name, loss, model, model, x, weights=(0, 1))
     assert np.allclose(run.aux[0], run.aux[1], atol=2e-2)
-    alone = jax.jit(
-        mpx.inference(mpx.autocast(applied, recipe=warm(name)), run.scaling)
-    )
-    assert np.array_equal(alone(model, x), run.aux[0])
+    alone = mpx.inference(mpx.autocast(applied, recipe=warm(name)), run.scaling)
+    assert np.array_equal(jax.jit(alone)(model, x), run.aux[0])
 
 
 @under_delayed_and("mxfp8")
 def test_a_student_and_an_average_of_its_weights(name):
     """Distillation from a running average, which is evaluated as the student is."""
-    x = normal(3, BATCH, WIDTH) * 4
-    student = mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
+    x, student = batch(), mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
     teacher = jax.tree.map(lambda w: 0.9 * w, student)
 
     def loss(student, teacher, x):
@@ -214,8 +200,7 @@ def test_a_student_and_an_average_of_its_weights(name):
 @under_delayed_and("block")
 def test_a_model_that_adapts_in_an_inner_step(name):
     """MAML: the adapted model is evaluated with the scaling of the outer step."""
-    x = normal(3, BATCH, WIDTH) * 4
-    model = mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
+    x, model = batch(), mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
 
     def inner(model, x):
         return jnp.mean(applied(model, x) ** 2)
@@ -232,18 +217,15 @@ def test_a_model_that_adapts_in_an_inner_step(name):
 @under_delayed_and("nvfp4")
 def test_adapters_that_are_merged(name):
     """LoRA: the merged weights are the base's, and are quantized as it was."""
-    x = normal(3, BATCH, WIDTH) * 4
-    base = mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
+    x, base = batch(), mlp(0, WIDTH, WIDTH, WIDTH, WORDS)
     adapters = {
         k: {"down": normal(5, w.shape[0], 1), "up": jnp.zeros((1, w.shape[1]))}
         for k, w in base.items()
     }
 
     def adapted(adapters, base, x):
-        merged = {
-            k: w + adapters[k]["down"] * adapters[k]["up"] for k, w in base.items()
-        }
-        return applied(merged, x)
+        added = {k: a["down"] * a["up"] for k, a in adapters.items()}
+        return applied(jax.tree.map(jnp.add, base, added), x)
 
     def loss(adapters, base, x):
         logits = adapted(adapters, base, x)

@@ -19,8 +19,8 @@ ROWS, CLASSES = 64, 10
 RECIPE = mpx.DelayedScaling(warm_start=True)
 
 
-def mlp():
-    return eqx.nn.MLP(16, CLASSES, 32, 2, key=jax.random.key(0))
+def mlp(sizes=(16, CLASSES, 32, 2), seed=0):
+    return eqx.nn.MLP(*sizes, key=jax.random.key(seed))
 
 
 def features(model, x):
@@ -68,7 +68,6 @@ def data():
 
 @pytest.fixture(params=slow_but([], ["delayed", *STATELESS]))
 def trained(request, data):
-    """A recipe, and the model and scaling after two steps."""
     recipe, model = RECIPES[request.param], mlp()
     func = mpx.autocast(loss, recipe=recipe)
     scaling = mpx.init_scaling(func, model, *data)
@@ -76,18 +75,15 @@ def trained(request, data):
     @eqx.filter_jit
     def step(scaling, model):
         scaling, _, grads = mpx.filter_grad(func, scaling)(model, *data)
-        return scaling, eqx.apply_updates(
-            model, jax.tree.map(lambda g: -0.1 * g, grads)
-        )
+        updates = jax.tree.map(lambda g: -0.1 * g, grads)
+        return scaling, eqx.apply_updates(model, updates)
 
     for _ in range(2):
         scaling, model = step(scaling, model)
     return recipe, model, scaling
 
 
-def test_logits_and_features_are_those_of_the_forward_pass_of_the_training(
-    trained, data
-):
+def test_logits_and_features_are_those_of_the_training_s_forward_pass(trained, data):
     recipe, model, scaling = trained
     x, labels = data
 
@@ -113,14 +109,18 @@ def test_logits_are_those_of_the_training_without_a_state_too(name, data):
     assert np.array_equal(wrap(predict)(mlp(), x), logits)
 
 
+def is_as_in_training(loss, func, model, x, recipe):
+    train = mpx.autocast(loss, recipe=recipe)
+    scaling = mpx.init_scaling(train, model, x)
+    alone = mpx.inference(mpx.autocast(func, recipe=recipe), scaling)
+    assert np.array_equal(alone(model, x), mpx.inference(train, scaling)(model, x)[1])
+
+
 @pytest.mark.slow
 def test_a_generator_samples_as_its_discriminator_saw_it(data):
     """Its last product goes into others in the training, and into none alone."""
     x, _ = data
-    both = {
-        "generator": mlp(),
-        "judge": eqx.nn.MLP(CLASSES, 1, 32, 2, key=jax.random.key(2)),
-    }
+    both = {"generator": mlp(), "judge": mlp((CLASSES, 1, 32, 2), 2)}
 
     def generated(both, noise):
         return jax.vmap(both["generator"])(noise)
@@ -129,11 +129,7 @@ def test_a_generator_samples_as_its_discriminator_saw_it(data):
         fake = generated(both, noise)
         return jnp.mean(jax.nn.softplus(-jax.vmap(both["judge"])(fake))), fake
 
-    recipe = mpx.Float8CurrentScaling()
-    train = mpx.autocast(judged, recipe=recipe)
-    scaling = mpx.init_scaling(train, both, x)
-    sample = mpx.inference(mpx.autocast(generated, recipe=recipe), scaling)
-    assert np.array_equal(sample(both, x), train(both, x)[1])
+    is_as_in_training(judged, generated, both, x, mpx.Float8CurrentScaling())
 
 
 @pytest.mark.slow
@@ -148,12 +144,8 @@ def test_a_scan_over_layers_is_evaluated_as_it_trains(data):
         last = features(weights, x)
         return jnp.sum(last @ weights[0]), last
 
-    for recipe in (mpx.DelayedScaling(warm_start=True), mpx.MXFP8BlockScaling()):
-        train = mpx.autocast(loss, recipe=recipe)
-        scaling = mpx.init_scaling(train, weights, x)
-        alone = mpx.inference(mpx.autocast(features, recipe=recipe), scaling)
-        expected = mpx.inference(train, scaling)(weights, x)[1]
-        assert np.array_equal(alone(weights, x), expected)
+    for recipe in (RECIPE, mpx.MXFP8BlockScaling()):
+        is_as_in_training(loss, features, weights, x, recipe)
 
 
 @pytest.mark.slow
@@ -167,18 +159,12 @@ def test_flax_nnx_predicts_as_it_trains(data):
         def __call__(self, x):
             return self.last(jnp.tanh(self.second(jnp.tanh(self.first(x)))))
 
-    x, _ = data
-    net = Net(nnx.Rngs(0))
-    recipe = mpx.DelayedScaling(warm_start=True)
-
     def loss(net, x):
         logits = net(x)
         return jnp.mean(logits**2), logits
 
-    train = mpx.autocast(loss, recipe=recipe)
-    scaling = mpx.init_scaling(train, net, x)
-    predict = mpx.inference(mpx.autocast(lambda net, x: net(x), recipe=recipe), scaling)
-    assert np.array_equal(predict(net, x), mpx.inference(train, scaling)(net, x)[1])
+    net = Net(nnx.Rngs(0))
+    is_as_in_training(loss, lambda net, x: net(x), net, data[0], RECIPE)
 
 
 def test_a_state_of_another_model_is_refused(data):
@@ -201,16 +187,12 @@ def test_a_state_of_another_model_is_refused(data):
     ],
 )
 def test_a_state_of_a_model_of_another_size_is_refused(data, recipe, width, depth):
-    x, labels = data
     train = mpx.autocast(loss, recipe=recipe)
-    other = eqx.nn.MLP(16, CLASSES, width, depth, key=jax.random.key(0))
-    state = mpx.init_scaling(train, other, x, labels)
-    refused = pytest.raises(ValueError, match="state of this model; got .* made for")
-    with refused:
-        mpx.inference(train, state)(mlp(), x, labels)
-    if recipe is RECIPE:
-        with refused:
-            mpx.filter_value_and_grad(train, state)(mlp(), x, labels)
+    state = mpx.init_scaling(train, mlp((16, CLASSES, width, depth)), *data)
+    calls = [mpx.inference, mpx.filter_value_and_grad][: 1 + (recipe is RECIPE)]
+    for call in calls:
+        with pytest.raises(ValueError, match="state of this model; got .* made for"):
+            call(train, state)(mlp(), *data)
 
 
 def test_a_state_of_a_scan_of_another_length_is_refused():
@@ -233,11 +215,12 @@ def test_a_state_with_scales_for_more_weights_is_refused_in_training():
             x = jnp.tanh(x @ w)
         return jnp.mean(x)
 
-    func, x = mpx.autocast(loss, recipe=RECIPE), jnp.ones((4, 16))
-    state = mpx.init_scaling(func, [jnp.ones((16, 16))] * 4, x)
+    func = mpx.autocast(loss, recipe=RECIPE)
+    x, w = jnp.ones((4, 16)), jnp.ones((16, 16))
+    state = mpx.init_scaling(func, [w] * 4, x)
     with pytest.raises(ValueError, match=r"scales for `\[2\]`, which the function has"):
-        mpx.value_and_grad(func, state)([jnp.ones((16, 16))] * 2, x)
-    mpx.inference(func, state)([jnp.ones((16, 16))] * 2, x)
+        mpx.value_and_grad(func, state)([w] * 2, x)
+    mpx.inference(func, state)([w] * 2, x)
 
 
 def test_a_function_without_the_recipe_is_refused(data):
@@ -258,13 +241,9 @@ def test_a_function_without_the_recipe_is_refused(data):
 
 @pytest.mark.slow
 def test_a_state_that_has_seen_no_step_is_a_warning(data):
-    x, labels = data
-    for recipe, warns in (
-        (mpx.DelayedScaling(), True),
-        (mpx.DelayedScaling(warm_start=True), False),
-    ):
+    for recipe, warns in ((mpx.DelayedScaling(), True), (RECIPE, False)):
         func = mpx.autocast(loss, recipe=recipe)
-        scaling = mpx.init_scaling(func, mlp(), x, labels)
+        scaling = mpx.init_scaling(func, mlp(), *data)
         said = pytest.warns(UserWarning, match="before its first step")
         with said if warns else contextlib.nullcontext():
-            eqx.filter_eval_shape(mpx.inference(func, scaling), mlp(), x, labels)
+            eqx.filter_eval_shape(mpx.inference(func, scaling), mlp(), *data)

@@ -70,59 +70,57 @@ class Plain:
         return jnp.mean(x @ w)
 
 
+HALF = mpx.autocast(plain, jnp.float16)
+NESTED = lambda w, x: HALF(w, x)  # noqa: E731
+POLICY = "params=float32,compute={},output=float32"
+
+
+def half_by_itself(w, x):
+    return plain(w.astype(jnp.float16), x.astype(jnp.float16))
+
+
+# A function, what it is called with, and options.
 FLOAT16 = {
-    "explicit": (plain, {}),
-    "partial of explicit": (functools.partial(plain, x=X), {"args": (W,)}),
-    "policy": (plain, {"policy": "params=float32,compute=float16,output=float32"}),
-    "autocast": (mpx.autocast(plain, jnp.float16), {}),
-    "jitted": (jax.jit(mpx.autocast(plain, jnp.float16)), {}),
-    "filter_jitted": (eqx.filter_jit(mpx.autocast(plain, jnp.float16)), {}),
-    "checkpointed": (jax.checkpoint(mpx.autocast(plain, jnp.float16)), {}),
-    "partial": (
-        functools.partial(mpx.autocast(plain, jnp.float16), x=X),
-        {"args": (W,)},
-    ),
-    "called inside": (lambda w, x: mpx.autocast(plain, jnp.float16)(w, x), {}),
-    "autocast around autocast": (
-        mpx.autocast(lambda w, x: mpx.autocast(plain, jnp.float16)(w, x)),
-        {},
-    ),
-    "region": (with_region, {}),
-    "rule": (mpx.autocast(plain, rules=RULES), {}),
-    "method": (Plain().loss, {}),
-    "module": (Model(W), {"args": (X,)}),
-    "method of a module": (Model(W).half, {"args": (X,)}),
-    "autocast of a module": (mpx.autocast(Model(W), jnp.float16), {"args": (X,)}),
-    "half by its own": (
-        lambda w, x: plain(w.astype(jnp.float16), x.astype(jnp.float16)),
-        {"policy": "params=float32,compute=float32,output=float32"},
-    ),
+    "explicit": (plain, (W, X)),
+    "partial of explicit": (functools.partial(plain, x=X), (W,)),
+    "policy": (plain, (W, X), POLICY.format("float16")),
+    "autocast": (HALF, (W, X)),
+    "jitted": (jax.jit(HALF), (W, X)),
+    "filter_jitted": (eqx.filter_jit(HALF), (W, X)),
+    "checkpointed": (jax.checkpoint(HALF), (W, X)),
+    "partial": (functools.partial(HALF, x=X), (W,)),
+    "called inside": (NESTED, (W, X)),
+    "autocast around autocast": (mpx.autocast(NESTED), (W, X)),
+    "region": (with_region, (W, X)),
+    "rule": (mpx.autocast(plain, rules=RULES), (W, X)),
+    "method": (Plain().loss, (W, X)),
+    "module": (Model(W), (X,)),
+    "method of a module": (Model(W).half, (X,)),
+    "autocast of a module": (mpx.autocast(Model(W), jnp.float16), (X,)),
+    "half by its own": (half_by_itself, (W, X), POLICY.format("float32")),
 }
+OFF = mpx.autocast(plain, jnp.float16, enabled=False)
 OTHERS = {
-    "policy": (plain, {"policy": "params=float32,compute=bfloat16,output=float32"}),
-    "policy object": (plain, {"policy": mpx.get_policy("full")}),
-    "autocast": (mpx.autocast(plain), {}),
-    "jitted": (jax.jit(mpx.autocast(plain)), {}),
-    "called inside": (lambda w, x: mpx.autocast(plain)(w, x), {}),
-    "switched off": (mpx.autocast(plain, jnp.float16, enabled=False), {}),
-    "switched off inside": (
-        lambda w, x: mpx.autocast(plain, jnp.float16, enabled=False)(w, x),
-        {},
-    ),
-    "float32": (mpx.autocast(plain, jnp.float32), {}),
+    "policy": (plain, (W, X), POLICY.format("bfloat16")),
+    "policy object": (plain, (W, X), mpx.get_policy("full")),
+    "autocast": (mpx.autocast(plain), (W, X)),
+    "jitted": (jax.jit(mpx.autocast(plain)), (W, X)),
+    "called inside": (lambda w, x: mpx.autocast(plain)(w, x), (W, X)),
+    "switched off": (OFF, (W, X)),
+    "switched off inside": (lambda w, x: OFF(w, x), (W, X)),
+    "float32": (mpx.autocast(plain, jnp.float32), (W, X)),
 }
 
 
-@pytest.mark.parametrize("name", FLOAT16)
-def test_whatever_computes_in_float16_gets_dynamic_scaling(name):
-    func, options = FLOAT16[name]
-    assert kind(func, *options.pop("args", ()), **options) is DYNAMIC
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_whatever_does_not_gets_none(name):
-    func, options = OTHERS[name]
-    assert kind(func, **options) is NONE
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [(c, DYNAMIC) for c in FLOAT16.values()] + [(c, NONE) for c in OTHERS.values()],
+    ids=[*FLOAT16, *(f"other {name}" for name in OTHERS)],
+)
+def test_whatever_computes_in_float16_gets_dynamic_scaling(case, expected):
+    func, args, *policy = case
+    options = {"policy": policy[0]} if policy else {}
+    assert kind(func, *args, **options) is expected
 
 
 def test_a_recipe_without_a_state_has_no_scales_but_says_what_it_quantizes():
@@ -182,22 +180,11 @@ def test_models_of_nnx():
 
 
 def test_a_policy_that_is_none():
-    with unchecked_annotations():
-        with pytest.raises(TypeError, match="`policy` of `mpx.init_scaling`.*partial"):
-            kind(plain, policy=3)
+    refused = pytest.raises(TypeError, match="`policy` of `mpx.init_scaling`.*partial")
+    with unchecked_annotations(), refused:
+        kind(plain, policy=3)
     with pytest.raises(ValueError, match="an autocast function.*Omit it"):
         kind(mpx.autocast(plain), policy="full")
-
-
-def test_a_state_of_recipes_has_the_scaling_of_its_precision():
-    loss = lambda w, x: jnp.mean((x @ w) @ w)  # noqa: E731
-    recipe = mpx.DelayedScaling(amax_history_len=2)
-    half = mpx.autocast(loss, jnp.float16, recipe=recipe)
-    w = jnp.ones((16, 16))
-    assert isinstance(mpx.init_scaling(half, w, w).loss, DYNAMIC)
-    assert isinstance(
-        mpx.init_scaling(mpx.autocast(loss, recipe=recipe), w, w).loss, NONE
-    )
 
 
 # --- The line that was forgotten ------------------------------------------------------
@@ -205,28 +192,21 @@ def test_a_state_of_recipes_has_the_scaling_of_its_precision():
 
 def test_training_goes_on_without_the_line_that_says_autocast():
     """In float16 then, and scaled: gradients of 1e-7 arrive."""
-
-    def loss(w, x):
-        return plain(w, x) * 1e-7
-
-    scaling = mpx.init_scaling(loss, W, X)
-    result = mpx.filter_grad(loss, scaling)(W, X)
-    exact = jax.grad(loss)(W, X)
-    np.testing.assert_allclose(result.grads, exact, rtol=2e-3)
+    loss = lambda w, x: plain(w, x) * 1e-7  # noqa: E731
+    result = mpx.filter_grad(loss, mpx.init_scaling(loss, W, X))(W, X)
+    np.testing.assert_allclose(result.grads, jax.grad(loss)(W, X), rtol=2e-3)
 
 
 GRADIENTS = {
-    "filter_grad": lambda f, s: mpx.filter_grad(f, s),
-    "filter_value_and_grad": lambda f, s: mpx.filter_value_and_grad(f, s),
-    "grad": lambda f, s: mpx.grad(f, s),
-    "value_and_grad": lambda f, s: mpx.value_and_grad(f, s),
-    "calculate_scaled_grad": lambda f, s: mpx.calculate_scaled_grad(f, s),
-    "accumulate": lambda f, s: mpx.filter_grad(f, s, accumulate=2),
-    "accumulate_dtype": lambda f, s: mpx.filter_grad(f, s, accumulate_dtype="float32"),
+    "filter_grad": mpx.filter_grad,
+    "filter_value_and_grad": mpx.filter_value_and_grad,
+    "grad": mpx.grad,
+    "value_and_grad": mpx.value_and_grad,
+    "calculate_scaled_grad": mpx.calculate_scaled_grad,
+    "accumulate": functools.partial(mpx.filter_grad, accumulate=2),
+    "accumulate_dtype": functools.partial(mpx.filter_grad, accumulate_dtype="float32"),
     "skip=False": lambda f, s: mpx.filter_grad(f, NONE(skip=False)),
 }
-
-
 WARNED = ("explicit", "autocast", "jitted", "region", "rule", "autocast", "explicit")
 
 
@@ -263,39 +243,30 @@ def warn_here():
 
 
 def test_a_line_warns_once(tmp_path):
-    """As Python shows it to a user."""
     script = tmp_path / "train.py"
     script.write_text(
-        """
-import jax, jax.numpy as jnp, mpx
-step = lambda w, s: mpx.filter_grad(lambda w: jnp.sum(w), s)(w)
-for _ in range(3):
-    step(jnp.ones(2), mpx.NoLossScaling())
-    jax.jit(step)(jnp.ones(2), mpx.NoLossScaling())
-"""
+        "import jax, jax.numpy as jnp, mpx\n"
+        "step = lambda w, s: mpx.filter_grad(lambda w: jnp.sum(w), s)(w)\n"
+        "for _ in range(3):\n"
+        "    step(jnp.ones(2), mpx.NoLossScaling())\n"
+        "    jax.jit(step)(jnp.ones(2), mpx.NoLossScaling())\n"
     )
-    found = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-    assert found.count("UserWarning") == 1 and f"{script}:3: UserWarning" in found
+    options = {"capture_output": True, "text": True, "check": True}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run([sys.executable, str(script)], env=environment, **options)
+    assert found.stderr.count("UserWarning") == 1
+    assert f"{script}:2: UserWarning" in found.stderr
 
 
+control = functools.partial(mpx.filter_grad, use_mixed_precision=False)
 QUIET = {
     "dynamic": lambda: mpx.filter_grad(plain, DYNAMIC()),
     "a static scale of one": lambda: mpx.filter_grad(plain, mpx.StaticLossScaling(1.0)),
     "bfloat16": lambda: mpx.filter_grad(plain, NONE(), policy="bfloat16"),
     "autocast": lambda: mpx.filter_grad(mpx.autocast(plain), NONE()),
-    "switched off": lambda: mpx.filter_grad(
-        mpx.autocast(plain, jnp.float16, enabled=False), NONE()
-    ),
-    "control": lambda: mpx.filter_grad(plain, NONE(), use_mixed_precision=False),
-    "control of autocast": lambda: mpx.filter_grad(
-        mpx.autocast(plain, jnp.float16), NONE(), use_mixed_precision=False
-    ),
+    "switched off": lambda: mpx.filter_grad(OFF, NONE()),
+    "control": lambda: control(plain, NONE()),
+    "control of autocast": lambda: control(HALF, NONE()),
 }
 
 
@@ -313,23 +284,20 @@ def test_drop_ins_keep_quiet_where_their_predecessors_do():
 
 
 def test_a_report_finds_gradients_that_nothing_scales():
-    half = mpx.autocast(plain, jnp.float16)
-    finding = "float16 gradients without loss scaling"
+    def count(func, *args):
+        found = [o.finding for o in mpx.explain(func)(*(args or (W, X))).findings]
+        finding = "float16 gradients without loss scaling"
+        return sum(text.startswith(finding) for text in found)
 
-    def findings(func, *args):
-        report = mpx.explain(func)(*args)
-        return [o.finding for o in report.findings if o.finding.startswith(finding)]
-
-    assert len(findings(jax.grad(half), W, X)) == 1
-    assert len(findings(jax.grad(with_region), W, X)) == 1
-    assert not findings(half, W, X)  # no gradient
-    assert not findings(jax.grad(mpx.autocast(plain)), W, X)
-    step = lambda s, w, x: mpx.filter_grad(half, s)(w, x).grads  # noqa: E731
-    assert not findings(step, DYNAMIC(), W, X)
-    assert not findings(step, mpx.StaticLossScaling(1.0), W, X)
+    assert count(jax.grad(HALF)) == count(jax.grad(with_region)) == 1
+    assert count(HALF) == 0  # no gradient
+    assert count(jax.grad(mpx.autocast(plain))) == 0
+    step = lambda s, w, x: mpx.filter_grad(HALF, s)(w, x).grads  # noqa: E731
+    assert count(step, DYNAMIC(), W, X) == 0
+    assert count(step, mpx.StaticLossScaling(1.0), W, X) == 0
     with pytest.warns(UserWarning, match=WARNING):
-        assert len(findings(step, NONE(), W, X)) == 1
-    by_hand = lambda w, x, scale: scale * half(w, x)  # noqa: E731
-    assert not findings(jax.grad(by_hand), W, X, jnp.float32(1024))
-    assert not findings(jax.grad(lambda w, x: 1024 * half(w, x)), W, X)
-    assert len(findings(jax.grad(lambda w, x: half(w, x) / 3), W, X)) == 1
+        assert count(step, NONE(), W, X) == 1
+    by_hand = lambda w, x, scale: scale * HALF(w, x)  # noqa: E731
+    assert count(jax.grad(by_hand), W, X, jnp.float32(1024)) == 0
+    assert count(jax.grad(lambda w, x: 1024 * HALF(w, x))) == 0
+    assert count(jax.grad(lambda w, x: HALF(w, x) / 3)) == 1

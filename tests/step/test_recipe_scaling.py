@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 import re
 
@@ -24,6 +25,7 @@ N = 16
 # XLA may keep more digits than bfloat16 has, or not, as it fuses.
 ULP = 2.0**-7
 RECIPE = mpx.DelayedScaling(amax_history_len=4)
+WARM = mpx.DelayedScaling(amax_history_len=4, warm_start=True)
 # Also the last product, so that two suffice.
 EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
 autocast = functools.partial(mpx.autocast, recipe=RECIPE, rules=EVERY)
@@ -69,15 +71,19 @@ def amaxes_of(func, *args, **options):
 
 
 @pytest.fixture(scope="module")
+def start(inputs):
+    return mpx.init_scaling(loss, *inputs)
+
+
+@pytest.fixture(scope="module")
 def amaxes(inputs):
     return amaxes_of(loss, *inputs)
 
 
-def test_a_scaling_of_the_slots_of_a_function(inputs):
-    scaling = mpx.init_scaling(loss, *inputs)
-    assert isinstance(scaling, mpx.quantization.RecipeScaling)
-    assert isinstance(scaling.loss, mpx.NoLossScaling)
-    scales = scaling.scales_by_weight()
+def test_a_scaling_of_the_slots_of_a_function(inputs, start):
+    assert isinstance(start, mpx.quantization.RecipeScaling)
+    assert isinstance(start.loss, mpx.NoLossScaling)
+    scales = start.scales_by_weight()
     assert list(scales) == ["['first'] (16x32)", "['second'] (32x16)"]
     assert all(np.array_equal(x, [1, 1, 1]) for x in scales.values())
     half = mpx.autocast(loss.__wrapped__, jnp.float16, recipe=RECIPE, rules=EVERY)
@@ -91,32 +97,26 @@ def test_a_scaling_of_the_slots_of_a_function(inputs):
 def test_amaxes_are_those_of_the_arrays(inputs, amaxes):
     params, x = inputs
     hidden = jnp.tanh(x.astype(jnp.bfloat16) @ params["first"].astype(jnp.bfloat16))
-    expected = [[np.abs(x).max(), np.abs(params["first"]).max()]]
-    expected += [[np.abs(hidden).max(), np.abs(params["second"]).max()]]
-    assert np.allclose(amaxes[:, :2], np.float32(expected), rtol=2e-2)
-    assert np.array_equal(amaxes[:, 1], np.float32(expected)[:, 1])
+    operands = [[x, params["first"]], [hidden, params["second"]]]
+    expected = np.float32([[np.abs(a).max() for a in row] for row in operands])
+    assert np.allclose(amaxes[:, :2], expected, rtol=2e-2)
+    assert np.array_equal(amaxes[:, 1], expected[:, 1])
     assert np.all(amaxes[:, 2] > 0)
 
 
-def test_histories_of_forty_steps(inputs):
+def test_histories_of_forty_steps(inputs, start):
     """Against the recipe's own rule, step by step, with bad steps in between."""
-    params, x = inputs
-    scaling = mpx.init_scaling(loss, *inputs)
+    (params, x), scaling, roles = inputs, start, mpx.quantization.Role
     run, update = jitted_step(loss), jax.jit(RECIPE.update, static_argnums=2)
-    state = [[RECIPE.init() for _ in mpx.quantization.Role] for _ in params]
+    state = [[RECIPE.init() for _ in roles] for _ in params]
     for i in range(40):
         scale = {7: 0.0, 11: 1e-30, 20: 1e4}.get(i, 1.0 + i % 5)
         bad = i in (3, 25)
         result, seen = run(scaling, (params, x * scale + (np.nan if bad else 0)))
         assert bool(result.finite) is not bad
         if not bad:
-            state = [
-                [
-                    update(s, a, role)
-                    for s, a, role in zip(row, got, mpx.quantization.Role, strict=True)
-                ]
-                for row, got in zip(state, seen, strict=True)
-            ]
+            pairs = zip(state, seen, strict=True)
+            state = [list(map(update, row, got, roles)) for row, got in pairs]
         scaling = result.scaling
         now = scaling.scales[0]
         assert np.array_equal(now.scale, [[s.scale for s in row] for row in state])
@@ -150,16 +150,19 @@ def stacked(params, x):
     return jnp.sum(x**2)
 
 
+def layers_of(params, factor):
+    return jnp.stack([params["first"][:, :N], factor * params["first"][:, N:]])
+
+
 def test_layers_of_a_scan_have_slots_of_their_own(inputs, turns):
     """And a weight of all turns has the maximum, not the sum."""
     params, x = inputs
-    layers = jnp.stack([params["first"][:, :N], 2 * params["first"][:, N:]])
-    shared = params["second"][:N]
+    both = layers, shared = layers_of(params, 2), params["second"][:N]
     func = autocast(stacked)
-    scaling = mpx.init_scaling(func, (layers, shared), x)
+    scaling = mpx.init_scaling(func, both, x)
     shapes = {name: s.shape for name, s in scaling.scales_by_weight().items()}
     assert shapes == {"[0] (16x16 of 2)": (2, 3), "[1] (16x16)": (3,)}
-    seen = amaxes_of(func, (layers, shared), x)
+    seen = amaxes_of(func, both, x)
     assert np.array_equal(seen[:2, 1], np.abs(layers).max((1, 2)))
     assert seen[2, 1] == np.abs(shared).max()
     one_by_one = amaxes_of(autocast(unrolled), *inputs)
@@ -171,9 +174,7 @@ def test_layers_of_a_scan_have_slots_of_their_own(inputs, turns):
 def test_nothing_traced_outlives_a_step(inputs, checking_leaks):
     """JAX's caches keep the context in which scales were given, not the scales."""
     params, x = inputs
-    layers = jnp.stack([params["first"][:, :N], 2 * params["first"][:, N:]])
-    both = layers, params["second"][:N]
-    func = autocast(stacked)
+    both, func = (layers_of(params, 2), params["second"][:N]), autocast(stacked)
     scaling = mpx.init_scaling(func, both, x)
 
     @jax.jit
@@ -184,29 +185,17 @@ def test_nothing_traced_outlives_a_step(inputs, checking_leaks):
 
 
 def test_a_weight_inside_of_a_scan_and_outside(inputs):
-    params, x = inputs
-    layers = jnp.stack([params["first"][:, :N], 3 * params["first"][:, N:]])
+    layers, x = layers_of(inputs[0], 3), inputs[1]
 
+    @autocast
     def both(layers, x):
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ layers[1], layers)
         return jnp.sum(x**2)
 
-    func = autocast(both)
-    names = list(mpx.init_scaling(func, layers, x).scales_by_weight())
+    names = list(mpx.init_scaling(both, layers, x).scales_by_weight())
     assert names == [" (16x16)", " (16x16 of 2)"]
-    seen = amaxes_of(func, layers, x)
     expected = [jnp.abs(w).max() for w in (layers[1], *layers)]
-    assert np.array_equal(seen[:, 1], expected)
-
-
-def test_two_recipes_for_one_use_are_an_error(inputs):
-    def func(w, x):
-        y = x @ w
-        with mpx.autocast(recipe=mpx.DelayedScaling(margin=1)):
-            return jnp.sum((y @ w) @ w)
-
-    with pytest.raises(ValueError, match="two recipes with a state"):
-        mpx.init_scaling(autocast(func), inputs[0]["first"][:, :N], inputs[1])
+    assert np.array_equal(amaxes_of(both, layers, x)[:, 1], expected)
 
 
 def test_programs_within_the_program_change_nothing(inputs, turns):
@@ -240,10 +229,7 @@ def test_micro_batches_are_joined_by_maximum(inputs):
     assert np.array_equal(seen[:, 1], parts[0][:, 1])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    slow_but(["unchecked"], ["explicit", "unchecked"]),
-)
+@pytest.mark.parametrize("kind", slow_but(["unchecked"], ["explicit", "unchecked"]))
 def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
     params, x = inputs
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
@@ -258,34 +244,20 @@ def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
     def inner(params, x):
         return jax.lax.psum(loss.__wrapped__(params, x), "data")
 
-    @autocast
-    def sharded(params, x):
-        return jax.shard_map(
-            inner,
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
-            check_vma=False,
-        )(params, x)
-
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+    sharded = autocast(lambda *args: jax.shard_map(inner, mesh=mesh, **specs)(*args))
     assert np.allclose(amaxes_of(sharded, params, x), amaxes, rtol=ULP)
 
 
-def test_a_step_within_shard_map(inputs, amaxes):
-    params, x = inputs
+def test_a_step_within_shard_map(inputs, start, amaxes):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
-    def one(params, x, scaling):
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+    def run(params, x, scaling):
         return jitted_step(loss)(scaling, (params, x))[1]
 
-    run = jax.shard_map(
-        one,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P()),
-        out_specs=P(),
-    )
-    seen = jax.jit(run)(params, x, mpx.init_scaling(loss, *inputs))
-    assert np.allclose(seen, amaxes, rtol=ULP)
+    assert np.allclose(run(*inputs, start), amaxes, rtol=ULP)
 
 
 @pytest.mark.slow
@@ -314,42 +286,54 @@ def test_each_model_of_an_ensemble_has_a_state_of_its_own():
         jax.vmap(lambda seed: step(*init(seed)))(seeds)
 
 
+def two_recipes(params, x):
+    w = params["first"][:, :N]
+    y = x @ w
+    with mpx.autocast(recipe=mpx.DelayedScaling(margin=1)):
+        return jnp.sum((y @ w) @ w)
+
+
+def batched(params, x):
+    return jnp.mean(jax.vmap(loss, (None, 0))(params, x.reshape(2, N, N)))
+
+
+def in_turns(params, x):
+    return jnp.sum(jax.lax.map(lambda x: loss(params, x), x.reshape(2, N, N)))
+
+
+def while_it_is_small(params, x):
+    once_more = lambda c: c + loss(params, x)  # noqa: E731
+    return jax.lax.while_loop(lambda c: c < 1, once_more, jnp.zeros(()))
+
+
+def called_twice(params, x, jitted=jax.jit(loss)):  # noqa: B008
+    return jitted(params, x) + jitted(params, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("func", "match"),
+    [
+        (autocast(two_recipes), "two recipes with a state"),
+        pytest.param(batched, "outside vmap", marks=pytest.mark.slow),
+        # JAX would sum the amaxes of a loop's turns.
+        (in_turns, "called in the scan.*sum the amaxes"),
+        (while_it_is_small, "called in the while.*sum the amaxes"),
+        (called_twice, "called 2 times but traced 1 times"),
+    ],
+)
+def test_calls_of_which_a_scaling_cannot_tell_the_amaxes(inputs, func, match):
+    with pytest.raises(ValueError, match=match):
+        mpx.init_scaling(func, *inputs)
+
+
 @pytest.mark.slow
-def test_vmap_outside_is_an_error(inputs):
-    params, x = inputs
-
-    def batched(params, x):
-        return jnp.mean(jax.vmap(loss, (None, 0))(params, x.reshape(2, N, N)))
-
+def test_vmap_outside_is_an_error_in_a_step_and_inside_is_none(inputs, start):
     with pytest.raises(ValueError, match="outside vmap"):
-        mpx.init_scaling(batched, params, x)
-    scaling = mpx.init_scaling(loss, params, x)
-    with pytest.raises(ValueError, match="outside vmap"):
-        step(batched, scaling, params, x, policy="full")
-    inside = autocast(
-        lambda p, x: jnp.mean(jax.vmap(loss.__wrapped__, (None, 0))(p, x))
-    )
-    assert step(
-        inside,
-        mpx.init_scaling(inside, params, x.reshape(2, N, N)),
-        params,
-        x.reshape(2, N, N),
-    ).finite
-
-
-@pytest.mark.parametrize("loop", ["scan", "while"])
-def test_a_loop_outside_is_an_error(inputs, loop):
-    """JAX would sum the amaxes of its turns."""
-
-    def looped(params, x):
-        if loop == "while":
-            return jax.lax.while_loop(
-                lambda c: c < 1, lambda c: c + loss(params, x), jnp.zeros(())
-            )
-        return jnp.sum(jax.lax.map(lambda x: loss(params, x), x.reshape(2, N, N)))
-
-    with pytest.raises(ValueError, match=f"called in the {loop}.*sum the amaxes"):
-        mpx.init_scaling(looped, *inputs)
+        step(batched, start, *inputs, policy="full")
+    mapped = jax.vmap(loss.__wrapped__, (None, 0))
+    inside = autocast(lambda p, x: jnp.mean(mapped(p, x)))
+    args = inputs[0], inputs[1].reshape(2, N, N)
+    assert step(inside, mpx.init_scaling(inside, *args), *args).finite
 
 
 @pytest.mark.slow
@@ -367,66 +351,43 @@ def test_a_weight_is_used_in_a_while_and_behind_it(inputs):
         )
         return jnp.sum((jnp.tanh((x + y) @ w) @ w).astype(jnp.float32))
 
-    _, x = inputs
-    w = jax.random.normal(jax.random.key(0), (N, N))
-    x = x.reshape(-1, N)
-    scaling = mpx.init_scaling(settled, {"w": w}, x)
-
-    @jax.jit
-    def gradient(scaling, params, x):
-        return mpx.filter_value_and_grad(settled, scaling)(params, x)
-
-    found = gradient(scaling, {"w": w}, x)
+    args = {"w": jax.random.normal(jax.random.key(0), (N, N))}, inputs[1]
+    found = step(settled, mpx.init_scaling(settled, *args), *args)
     assert found.finite and jnp.any(found.grads["w"])
     assert list(found.scaling.scales_by_weight()) == [f"['w'] ({N}x{N})"]
-    operations = mpx.explain(settled)({"w": w}, x).operations
-    why = [o.reason for o in operations if o.rule == "low"]
-    assert ["while" in str(o.inside) for o in operations if o.rule == "low"] == [1, 0]
-    assert "Float8CurrentScaling" in why[0] and "DelayedScaling" in why[1]
+    low = [o for o in mpx.explain(settled)(*args).operations if o.rule == "low"]
+    assert ["while" in str(o.inside) for o in low] == [1, 0]
+    assert "Float8CurrentScaling" in low[0].reason
+    assert "DelayedScaling" in low[1].reason
 
 
-def test_a_jitted_call_that_is_traced_once_and_made_twice_is_an_error(inputs):
-    jitted = jax.jit(loss)
-
-    def twice(params, x):
-        return jitted(params, x) + jitted(params, 2 * x)
-
-    with pytest.raises(ValueError, match="called 2 times but traced 1 times"):
-        mpx.init_scaling(twice, *inputs)
-    once = mpx.init_scaling(jitted, *inputs)
+def test_a_jitted_call_that_is_made_once_has_scales(inputs):
+    once = mpx.init_scaling(jax.jit(loss), *inputs)
     assert once.scales_by_weight().keys()
 
 
-def test_no_state_is_an_error_that_names_the_ways_out(inputs):
-    with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.inference"):
-        loss(*inputs)
-    with pytest.raises(ValueError, match="which has none"):
-        step(loss, mpx.NoLossScaling(), *inputs)
-    scaling = mpx.init_scaling(loss, *inputs)
+def test_calculate_scaled_grad_would_lose_the_amaxes_of_a_recipe(inputs, start):
     with pytest.raises(TypeError, match="recipe's amaxes would be lost"):
-        mpx.calculate_scaled_grad(loss, scaling)(*inputs)
+        mpx.calculate_scaled_grad(loss, start)(*inputs)
 
 
-def test_a_state_of_another_model_is_an_error(inputs):
+def test_a_state_of_another_model_is_an_error(inputs, start):
     params, x = inputs
-    scaling = mpx.init_scaling(loss, *inputs)
     wider = {**params, "second": jnp.ones((2 * N, 2 * N))}
-    with pytest.raises(
-        ValueError, match=r"state of this model.*`\['second'\]`.*\(32, 16\)"
-    ):
-        step(loss, scaling, wider, x)
-    renamed = mpx.init_scaling(
-        autocast(lambda w, x: x @ w[0] @ w[1]), (params["first"], params["second"]), x
-    )
+    match = r"state of this model.*`\['second'\]`.*\(32, 16\)"
+    with pytest.raises(ValueError, match=match):
+        step(loss, start, wider, x)
+    weights = params["first"], params["second"]
+    renamed = mpx.init_scaling(autocast(lambda w, x: x @ w[0] @ w[1]), weights, x)
     match = r"exactly the slots of this program; missing: .*'first'.*; unknown: .*\[0\]"
     with pytest.raises(ValueError, match=f"{match}.*strict=False"):
-        scaling.with_state(renamed)
+        start.with_state(renamed)
 
 
 @pytest.mark.slow
-def test_what_a_changed_model_still_has_is_taken_over(inputs):
+def test_what_a_changed_model_still_has_is_taken_over(inputs, start):
     params, x = inputs
-    _, learned, _ = train(mpx.init_scaling(loss, *inputs), params, x, steps=2)
+    _, learned, _ = train(start, params, x, steps=2)
     grown = autocast(lambda params, x: loss.__wrapped__(params, x @ params["new"]))
     params = {**params, "new": jnp.eye(x.shape[-1])}
     fresh = mpx.init_scaling(grown, params, x)
@@ -441,7 +402,7 @@ def test_what_a_changed_model_still_has_is_taken_over(inputs):
                 np.testing.assert_array_equal(found, {**own, **old}[name])
     step(grown, taken, params, x)
     # And back again: what is gone is left out.
-    back = mpx.init_scaling(loss, *inputs).with_state(taken, strict=False)
+    back = start.with_state(taken, strict=False)
     assert eqx.tree_equal(back.scales, learned.scales)
 
 
@@ -460,9 +421,8 @@ def training_step(recipe):
     @jax.jit
     def one(params, scaling, x):
         result = step(func, scaling, params, x)
-        params, _, scaling = mpx.optimizer_step(
-            params, optimizer, optimizer.init(params), result
-        )
+        state = optimizer.init(params)
+        params, _, scaling = mpx.optimizer_step(params, optimizer, state, result)
         return params, scaling, result.value
 
     return one
@@ -472,26 +432,23 @@ KEEPERS = {
     "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
     "deepcopy": lambda s, _: copy.deepcopy(s),
     "state_dict": lambda s, new: new.with_state(s.state_dict()),
-    "leaves": lambda s, new: jax.tree.unflatten(
-        jax.tree.structure(new), jax.tree.leaves(s)
-    ),
+    "leaves": lambda s, new: jax.tree.structure(new).unflatten(jax.tree.leaves(s)),
 }
 
 
 @pytest.mark.parametrize("name", KEEPERS)
-def test_a_run_goes_on_bit_for_bit(inputs, name):
+def test_a_run_goes_on_bit_for_bit(inputs, start, name):
     params, x = inputs
-    new = mpx.init_scaling(loss, *inputs)
-    whole = train(new, params, x, 5)
-    params, scaling, _ = train(new, params, x, 2)
-    again = train(KEEPERS[name](scaling, new), params, x, 3)
+    whole = train(start, params, x, 5)
+    params, scaling, _ = train(start, params, x, 2)
+    again = train(KEEPERS[name](scaling, start), params, x, 3)
     assert same_bits(again, whole)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_recipe(inputs):
-    params, x = inputs
-    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)
+def test_a_run_goes_on_with_another_recipe(inputs, start):
+    params, scaling, _ = train(start, *inputs, 3)
+    x = inputs[1]
     longer = mpx.DelayedScaling(amax_history_len=8, margin=1)
     func = mpx.autocast(loss.__wrapped__, recipe=longer, rules=EVERY)
     moved = mpx.init_scaling(func, *inputs).with_state(scaling)
@@ -510,10 +467,10 @@ def test_a_run_goes_on_with_another_recipe(inputs):
 
 
 @pytest.mark.slow
-def test_scales_of_another_format_are_converted(inputs):
+def test_scales_of_another_format_are_converted(inputs, start):
     """Else all gradients would saturate: 448 is 2^-7 of 57344."""
-    params, x = inputs
-    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)
+    params, scaling, _ = train(start, *inputs, 3)
+    x = inputs[1]
     narrow = mpx.DelayedScaling(amax_history_len=4, fp8_format=mpx.Format.E4M3)
     func = mpx.autocast(loss.__wrapped__, recipe=narrow, rules=EVERY)
     moved = mpx.init_scaling(func, *inputs).with_state(scaling)
@@ -522,10 +479,9 @@ def test_scales_of_another_format_are_converted(inputs):
     grads = step(func, moved, params, x).grads
     exact = jax.jit(jax.grad(loss.__wrapped__))(params, x)
     assert relative_error(grads, exact) < 0.1
-    fresh = mpx.init_scaling(loss, *inputs)
-    assert same_bits(mpx.init_scaling(func, *inputs).with_state(fresh).loss, fresh.loss)
-    untouched = mpx.init_scaling(func, *inputs).with_state(fresh).scales[0].scale
-    assert np.array_equal(untouched, np.ones((2, 3)))
+    untouched = mpx.init_scaling(func, *inputs).with_state(start)
+    assert same_bits(untouched.loss, start.loss)
+    assert np.array_equal(untouched.scales[0].scale, np.ones((2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -536,24 +492,22 @@ def test_scales_of_another_format_are_converted(inputs):
         ({"kind": "NoLossScaling", "version": 1}, "got that of 'NoLossScaling'"),
     ],
 )
-def test_bad_states(inputs, state, message):
+def test_bad_states(start, state, message):
     with pytest.raises(ValueError, match=message):
-        mpx.init_scaling(loss, *inputs).with_state(state)
+        start.with_state(state)
 
 
-def test_a_state_of_the_wrong_shape(inputs):
-    scaling = mpx.init_scaling(loss, *inputs)
-    state = scaling.state_dict()
+def test_a_state_of_the_wrong_shape(start):
+    state = start.state_dict()
     name = next(iter(state["slots"]))
     whole = state["slots"][name]
     stacked = {k: np.stack([v, v]) for k, v in whole.items() if k != "largest"}
     state["slots"][name] = {**whole, **stacked}
     with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2, 3\)"):
-        scaling.with_state(state)
-    with pytest.raises(ValueError, match="init_scaling.*with_state"):
-        mpx.quantization.RecipeScaling.from_state_dict(scaling.state_dict())
-    with pytest.raises(ValueError, match="init_scaling.*with_state"):
-        mpx.NoLossScaling.__base__.from_state_dict(scaling.state_dict())
+        start.with_state(state)
+    for kind in (mpx.quantization.RecipeScaling, mpx.AbstractLossScaling):
+        with pytest.raises(ValueError, match="init_scaling.*with_state"):
+            kind.from_state_dict(start.state_dict())
 
 
 def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
@@ -570,20 +524,15 @@ def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
     assert relative_error(again.value, loss.__wrapped__(params, x[:1])) < 0.02
 
 
-def test_frozen_scales_for_evaluation(inputs):
-    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
+def test_frozen_scales_for_evaluation(inputs, start):
+    params, scaling, _ = train(start, *inputs, 3)
     x = inputs[1]
     evaluate = jax.jit(lambda s, x: mpx.inference(loss, s)(params, x))
     value = evaluate(scaling, x)
     assert value == pytest.approx(float(step(loss, scaling, params, x).value), rel=1e-2)
-    fresh = evaluate(mpx.init_scaling(loss, *inputs), x)
-    assert float(fresh) != float(value)
-    with pytest.raises(ValueError, match=r"`mpx\.inference` must contain the scales"):
-        mpx.inference(loss, mpx.NoLossScaling())(params, x)
-    with (
-        unchecked_annotations(),
-        pytest.raises(TypeError, match="loss scaling of a run; got"),
-    ):
+    assert float(evaluate(start, x)) != float(value)
+    refused = pytest.raises(TypeError, match="loss scaling of a run; got")
+    with unchecked_annotations(), refused:
         mpx.inference(loss, 8.0)
 
 
@@ -599,66 +548,56 @@ def test_one_line_evaluates_in_every_precision(recipe, inputs):
     assert programs[0] == programs[1]
 
 
-def test_another_loss_scaling_leaves_what_recipes_learned(inputs):
-    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
+def test_another_loss_scaling_leaves_what_recipes_learned(inputs, start):
+    params, scaling, _ = train(start, *inputs, 3)
     wanted = mpx.DynamicLossScaling(4.0)
     changed = scaling.with_loss(wanted)
     assert float(changed.loss_scale) == 4 and int(changed.steps) == 0
     assert same_bits(changed.scales, scaling.scales)
-    again = step(loss, changed, params, inputs[1])
-    assert same_bits(again.value, step(loss, scaling, params, inputs[1]).value)
+    values = [step(loss, s, params, inputs[1]).value for s in (changed, scaling)]
+    assert same_bits(*values)
     assert mpx.NoLossScaling().with_loss(wanted) is wanted
-    for wrong in (scaling, 4.0):
-        for owner in (scaling, wanted):
-            with (
-                unchecked_annotations(),
-                pytest.raises(TypeError, match="without a state"),
-            ):
-                owner.with_loss(wrong)
+    for wrong, owner in itertools.product((scaling, 4.0), (scaling, wanted)):
+        refused = pytest.raises(TypeError, match="without a state")
+        with unchecked_annotations(), refused:
+            owner.with_loss(wrong)
 
 
 def test_one_trace_for_many_steps(inputs):
     params, x = inputs
     traces = []
 
-    def counted(params, x):
+    @autocast
+    def func(params, x):
         traces.append(1)
         return forward(params, x).sum()
 
-    func = autocast(counted)
     scaling = mpx.init_scaling(func, params, x)
     traces.clear()
     run = jax.jit(lambda s, x: step(func, s, params, x).scaling)
     for _ in range(3):
         scaling = run(scaling, x)
-    assert len(traces) == 1
-    if isinstance(scaling, eqx.Module):
-        assert int(scaling.record.steps) == 3
+    assert len(traces) == 1 and int(scaling.record.steps) == 3
 
 
 @pytest.mark.slow
 def test_a_warm_start_is_current_scaling(inputs):
-    cold, warm = (
-        mpx.DelayedScaling(amax_history_len=4, warm_start=is_warm)
-        for is_warm in (False, True)
+    cold, warm, current = (
+        step(func, mpx.init_scaling(func, *inputs), *inputs)
+        for func in (
+            mpx.autocast(loss.__wrapped__, recipe=recipe, rules=EVERY)
+            for recipe in (RECIPE, WARM, mpx.Float8CurrentScaling())
+        )
     )
-    values = {}
-    for recipe in (cold, warm, mpx.Float8CurrentScaling()):
-        func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=EVERY)
-        scaling = mpx.init_scaling(func, *inputs)
-        values[recipe] = step(func, scaling, *inputs)
-    *_, current = values.values()
-    assert same_bits(values[warm].grads, current.grads)
-    assert not same_bits(values[cold].grads, current.grads)
+    assert same_bits(warm.grads, current.grads)
+    assert not same_bits(cold.grads, current.grads)
     # From the second step on there is no difference.
-    after = [values[r].scaling.scales[0].scale for r in (cold, warm)]
+    after = [result.scaling.scales[0].scale for result in (cold, warm)]
     assert np.allclose(*after, rtol=0.1) and np.all(after[1] > 0)
 
 
 @functools.cache
 def deep(length):
-    """A step of twelve layers, and the error of the first one's gradient in it."""
-
     def loss(p, x, size):
         return size * jnp.mean(jax.lax.scan(layer, x, p["layers"])[0] @ p["out"]) ** 2
 
@@ -667,11 +606,8 @@ def deep(length):
 
     recipe = mpx.DelayedScaling(amax_history_len=length)
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = {"layers": (12, N, N), "out": (N, 1)}
-    p = {
-        name: jax.random.normal(key, shape) / N**0.5
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
+    layers = jax.random.normal(keys[0], (12, N, N)) / N**0.5
+    p = {"layers": layers, "out": jax.random.normal(keys[1], (N, 1)) / N**0.5}
     x = jax.random.normal(keys[-1], (4 * N, N))
     func, exact = mpx.autocast(loss, recipe=recipe), jax.grad(loss)
 
@@ -708,20 +644,17 @@ def test_a_step_without_gradients_changes_no_scale():
     assert (scaling.scales[0].scale[:, 2] > 1e6).all()
 
 
-def test_full_precision_control_keeps_the_state(inputs):
-    scaling = mpx.init_scaling(loss, *inputs)
-    result = step(loss, scaling, *inputs, use_mixed_precision=False)
+def test_full_precision_control_keeps_the_state(inputs, start):
+    result = step(loss, start, *inputs, use_mixed_precision=False)
     np.testing.assert_allclose(result.value, jax.jit(loss.__wrapped__)(*inputs), 1e-6)
-    assert same_bits(result.scaling.scales, scaling.scales)
+    assert same_bits(result.scaling.scales, start.scales)
     assert int(result.scaling.record.steps) == 1
 
 
-def test_weights_are_quantized_once_for_all_micro_batches(inputs):
+def test_weights_are_quantized_once_for_all_micro_batches(inputs, start):
     """XLA takes what does not change out of the loop: nothing of a weight's shape."""
-    params, x = inputs
-    scaling = mpx.init_scaling(loss, params, x)
-    compiled = jax.jit(lambda s: step(loss, s, params, x, accumulate=4).grads)
-    text = compiled.lower(scaling).compile().as_text()
+    compiled = jax.jit(lambda s: step(loss, s, *inputs, accumulate=4).grads)
+    text = compiled.lower(start).compile().as_text()
     programs = dict(re.findall(r"^(%[\w.-]+) [^\n]*{\n(.*?)^}", text, re.S | re.M))
     waiting = re.findall(r"body=(%[\w.-]+)", text)
     assert waiting
@@ -745,92 +678,64 @@ class Own(mpx.quantization.AbstractRecipe):
     has_state = True
     warm_start = RECIPE.warm_start
     amax_compute_algo = RECIPE.amax_compute_algo
+    init, update = RECIPE.init, RECIPE.update
+    _scale, _without_state = RECIPE._scale, RECIPE._without_state
 
     def _quantizer(self, role, for_wgrad):
         return RECIPE.quantizer(role, for_wgrad=for_wgrad)
 
-    def _without_state(self):
-        return RECIPE._without_state()
-
-    def init(self):
-        return RECIPE.init()
-
-    def update(self, state, amax, role):
-        return RECIPE.update(state, amax, role)
-
-    def _scale(self, amax, role, otherwise):
-        return RECIPE._scale(amax, role, otherwise)
-
 
 def in_a_loop(params, x):
     square, x_in = jax.lax.stop_gradient((params["square"], x))
-    _, y = jax.lax.while_loop(
-        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ square), (0, x_in)
-    )
+    turn = lambda c: (c[0] + 1, c[1] @ square)  # noqa: E731
+    _, y = jax.lax.while_loop(lambda c: c[0] < 2, turn, (0, x_in))
     return jnp.sum(forward(params, x) ** 2) / N + jnp.sum(y)
 
 
 def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs):
     params, x = inputs
-    params = params | {"square": jnp.eye(N)}
-    ours, own = (
-        mpx.autocast(in_a_loop, recipe=recipe, rules=EVERY)
-        for recipe in (RECIPE, Own())
-    )
-    scalings = [mpx.init_scaling(f, params, x) for f in (ours, own)]
+    args = params | {"square": jnp.eye(N)}, x
+    recipes = RECIPE, Own()
+    funcs = [mpx.autocast(in_a_loop, recipe=r, rules=EVERY) for r in recipes]
+    scalings = [mpx.init_scaling(f, *args) for f in funcs]
     for _ in range(2):
-        results = [
-            step(f, scaling, params, x)
-            for f, scaling in zip((ours, own), scalings, strict=True)
-        ]
+        results = [step(f, s, *args) for f, s in zip(funcs, scalings, strict=True)]
         scalings = [result.scaling for result in results]
         assert same_bits(*(result.grads for result in results))
         assert same_bits(*(scaling.state_dict() for scaling in scalings))
     with pytest.raises(ValueError, match="`Own`.*needs a state"):
-        own(params, x)
-    assert np.isfinite(mpx.inference(own, scalings[1])(params, x))
+        funcs[1](*args)
+    assert np.isfinite(mpx.inference(funcs[1], scalings[1])(*args))
 
 
 # --- Targets, through which no gradient goes ------------------------------------------
 
 
 def looping(q):
-    return jax.lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.9 * c[1]), (0, q)
-    )[1]
+    turn = lambda c: (c[0] + 1, 0.9 * c[1])  # noqa: E731
+    return jax.lax.while_loop(lambda c: c[0] < 3, turn, (0, q))[1]
 
 
-def called_back(q):
-    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(q.shape, q.dtype), q)
-
-
-def in_scan(search):
-    def searched(q):
-        return jax.lax.scan(lambda c, _: (c + search(q), None), q, length=2)[0]
-
-    return searched
+def in_scan(q):
+    return jax.lax.scan(lambda c, _: (c + looping(q), None), q, length=2)[0]
 
 
 SEARCHES = {
-    "callback": called_back,
+    "callback": lambda q: jax.pure_callback(np.sin, jax.typeof(q), q),
     "equinox": eqxi.nondifferentiable_backward,
     "checkpoint": jax.checkpoint(looping),
-    "scan": in_scan(looping),
+    "scan": in_scan,
 }
 
 
 @pytest.mark.parametrize("search", slow_but([], SEARCHES))
 def test_products_of_stopped_weights_go_into_what_has_no_derivative(inputs, search):
-    recipe = mpx.DelayedScaling(amax_history_len=4, warm_start=True)
-
     def target(params, x):
         return SEARCHES[search](forward(jax.lax.stop_gradient(params), x))
 
     def loss_to(target):
-        def loss(params, x):
-            return jnp.sum((forward(params, x) - target(params, x)) ** 2) / N
-
-        return mpx.autocast(loss, recipe=recipe, rules=EVERY)
+        loss = lambda *a: jnp.sum((forward(*a) - target(*a)) ** 2) / N  # noqa: E731
+        return mpx.autocast(loss, recipe=WARM, rules=EVERY)
 
     of_the_moment = mpx.autocast(target, recipe=mpx.Float8CurrentScaling(), rules=EVERY)
     known = of_the_moment(*inputs)

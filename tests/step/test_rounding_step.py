@@ -36,7 +36,7 @@ def loss(ws, x, layer: Any = layer):
     return jnp.mean(x**2)
 
 
-def scanned(ws, x):
+def scanned(ws, x, layer: Any = layer):
     x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack(ws))
     return jnp.mean(x**2)
 
@@ -54,13 +54,9 @@ def branches(ws, x):
 
 def on_devices(check_vma: bool, ws, x):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-    def local(ws, x):
-        return jax.lax.pmean(loss(ws, x), "data")
-
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )(ws, x)
+    local = lambda ws, x: jax.lax.pmean(loss(ws, x), "data")  # noqa: E731
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)(ws, x)
 
 
 def experts(ws, x):
@@ -74,25 +70,25 @@ def in_a_region(ws, x):
         return loss(ws, x)
 
 
-def _of_inputs(
-    role: mpx.quantization.Role, for_wgrad: bool
-) -> mpx.quantization.AbstractQuantizer:
-    return mpx.quantization.MXFP8Quantizer(
-        stochastic_rounding=role is mpx.quantization.Role.INPUT
-    )
+def mapped(ws, x):
+    return jax.vmap(loss, (None, 0))(ws, x[None]).sum()
+
+
+def _of_inputs(role: mpx.quantization.Role, for_wgrad: bool) -> Any:
+    is_input = role is mpx.quantization.Role.INPUT
+    return mpx.quantization.MXFP8Quantizer(stochastic_rounding=is_input)
 
 
 class Program(NamedTuple):
-    """A loss, and how it is differentiated."""
-
     func: Callable[..., Any]
     options: dict[str, Any] = {}
 
 
-def quantized(func, **options) -> Program:
-    return Program(mpx.autocast(func, recipe=RECIPE), options)
+def quantized(func, recipe: Any = RECIPE, **options) -> Program:
+    return Program(mpx.autocast(func, recipe=recipe), options)
 
 
+OF_PRODUCTS = mpx.Rules(mpx.Rule(RECIPE, primitive="dot_general"))
 PROGRAMS = {
     "plain": quantized(loss),
     "accumulated": quantized(loss, accumulate=2),
@@ -102,19 +98,11 @@ PROGRAMS = {
     "on devices": quantized(functools.partial(on_devices, True)),
     "on devices, unchecked": quantized(functools.partial(on_devices, False)),
     "experts": quantized(experts),
-    "a rule": Program(
-        mpx.autocast(loss, rules=mpx.Rules(mpx.Rule(RECIPE, primitive="dot_general")))
-    ),
+    "a rule": Program(mpx.autocast(loss, rules=OF_PRODUCTS)),
     "a region": Program(mpx.autocast(in_a_region)),
-    "hidden": Program(
-        lambda ws, x: mpx.autocast(loss, recipe=RECIPE)(ws, x), {"policy": "full"}
-    ),
-    "mapped": Program(
-        mpx.autocast(
-            lambda ws, x: jax.vmap(loss, (None, 0))(ws, x[None]).sum(), recipe=RECIPE
-        )
-    ),
-    "inputs": Program(mpx.autocast(loss, recipe=mpx.CustomRecipe(_of_inputs))),
+    "hidden": Program(lambda *a: quantized(loss).func(*a), {"policy": "full"}),
+    "mapped": quantized(mapped),
+    "inputs": quantized(loss, mpx.CustomRecipe(_of_inputs)),
 }
 
 
@@ -123,8 +111,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 @functools.cache
-def step_of(name: str):
-    func, options = PROGRAMS[name]
+def step_of(func, **options):
     return jax.jit(lambda s, *args: mpx.filter_grad(func, s, **options)(*args))
 
 
@@ -155,8 +142,7 @@ def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
     assert not equal(first.grads, second.grads)
     pairs = zip(*map(jax.tree.leaves, (first.grads, second.grads)), strict=True)
     for one, other in pairs:
-        one, other = np.asarray(one), np.asarray(other)
-        assert np.linalg.norm(one - other) < 0.5 * np.linalg.norm(one) + 1e-30
+        assert jnp.linalg.norm(one - other) < 0.5 * jnp.linalg.norm(one) + 1e-30
     if name != "inputs":
         assert first.value == second.value
     assert len(traces) <= 1
@@ -170,31 +156,23 @@ CHEAP = mpx.CustomRecipe(
 WITHIN = {
     "jit": functools.partial(loss, layer=jax.jit(layer)),
     "checkpoint": functools.partial(loss, layer=jax.checkpoint(layer)),
-    "a scan of a checkpoint": lambda ws, x: jnp.mean(
-        jax.lax.scan(
-            lambda x, w: (jax.checkpoint(layer)(x, w), None), x, jnp.stack(ws)
-        )[0]
-        ** 2
-    ),
+    "a scan of a checkpoint": functools.partial(scanned, layer=jax.checkpoint(layer)),
     "cond": branches,
 }
 
 
 @pytest.mark.parametrize("way", WITHIN)
 def test_the_number_gets_into_programs_within(way):
-    """The gradient of each weight has another noise in the next step."""
-    func = mpx.autocast(WITHIN[way], recipe=CHEAP)
-    step = jax.jit(lambda scaling, ws, x: mpx.filter_grad(func, scaling)(ws, x))
-    ws, x = inputs()
-    first = step(mpx.DynamicLossScaling(8.0), ws, x)
-    second = step(first.scaling, ws, x)
+    step = step_of(mpx.autocast(WITHIN[way], recipe=CHEAP))
+    first = step(mpx.DynamicLossScaling(8.0), *inputs())
+    second = step(first.scaling, *inputs())
     for one, other in zip(first.grads[:2], second.grads[:2], strict=True):
         assert not np.array_equal(one, other)
 
 
 def test_over_a_mesh():
     (*ws, _), x = inputs()
-    step, scaling = step_of("plain"), mpx.NoLossScaling()
+    step, scaling = step_of(PROGRAMS["plain"].func), mpx.NoLossScaling()
     explicit = (AxisType.Explicit,)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=explicit)):
         x = jax.device_put(x, P("data"))
@@ -235,7 +213,7 @@ def test_the_mean_over_steps_goes_to_the_gradient():
 def test_a_step_that_is_skipped_counts_too():
     """Else a step that rounding made infinite would be rounded so again."""
     ws, x = inputs()
-    step, scaling = step_of("plain"), mpx.NoLossScaling()
+    step, scaling = step_of(PROGRAMS["plain"].func), mpx.NoLossScaling()
     good, bad = step(scaling, ws, x), step(scaling, ws, x.at[0, 0].set(jnp.inf))
     assert bool(good.finite) and not bool(bad.finite)
     after = [step(result.scaling, ws, x).grads for result in (good, bad)]
@@ -246,30 +224,28 @@ def test_a_step_that_is_skipped_counts_too():
 def test_only_programs_that_need_it_are_given_the_number(recipe):
     func = mpx.autocast(loss, recipe=recipe)
     program = jax.make_jaxpr(lambda s: mpx.filter_grad(func, s)(*inputs()).grads)
-    used, _ = program(mpx.NoLossScaling()).jaxpr, None
+    used = program(mpx.NoLossScaling()).jaxpr
     (number, *_) = used.invars
     assert number.aval.shape == () and number.aval.dtype == jnp.int32
     # The next number is computed from it in a jitted function in any case.
     uses = [e for e in used.eqns if number in e.invars]
     names = {str(e.params.get("name", e.primitive.name)) for e in uses}
-    is_given = "quantized_forward" in names
     assert names <= {"quantized_forward", "_updated"}
-    assert is_given == (recipe is RECIPE)
+    assert ("quantized_forward" in names) == (recipe is RECIPE)
 
 
 def _nested(ws, x):
-    """One autocast function within another one: both round stochastically."""
     inner = mpx.autocast(lambda ws, x: layer(x, ws), recipe=RECIPE)
     return jnp.mean((inner(ws[0], x) @ ws[1]) ** 2) + jnp.mean(ws[2])
 
 
 @pytest.mark.parametrize("outer", slow_but([NEAREST], [RECIPE, NEAREST]))
 def test_one_autocast_function_in_another(outer):
-    func = mpx.autocast(_nested, recipe=outer, rules=EVERY)
-    step = jax.jit(lambda s: mpx.filter_grad(func, s)(*inputs()))
-    first = step(mpx.NoLossScaling())
-    second = step(first.scaling)
-    assert equal(first.grads, step(mpx.NoLossScaling()).grads)
+    step = step_of(mpx.autocast(_nested, recipe=outer, rules=EVERY))
+    start = mpx.NoLossScaling()
+    first = step(start, *inputs())
+    second = step(first.scaling, *inputs())
+    assert equal(first.grads, step(start, *inputs()).grads)
     assert not np.array_equal(first.grads[0], second.grads[0])
     is_other = not np.array_equal(first.grads[1], second.grads[1])
     assert is_other == (outer is RECIPE)
@@ -285,9 +261,8 @@ def test_steps_that_are_not_jitted_trace_jitted_functions_once():
         traces.append(1)
         return jnp.tanh(x)
 
-    func = mpx.autocast(
-        lambda ws, x: jnp.mean((activation(x @ ws[0]) @ ws[1]) ** 2), recipe=RECIPE
-    )
+    loss = lambda ws, x: jnp.mean((activation(x @ ws[0]) @ ws[1]) ** 2)  # noqa: E731
+    func = mpx.autocast(loss, recipe=RECIPE)
     scaling, counts = mpx.NoLossScaling(), []
     for _ in range(3):
         scaling = mpx.filter_grad(func, scaling)(*inputs()).scaling

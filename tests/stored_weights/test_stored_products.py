@@ -1,6 +1,8 @@
 """Products under a recipe read the 8 bits of stored weights; steps write them."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
+from mpx.quantization import dequantize_weights, quantize, quantize_weights
 
 from ..helpers import assert_same_bits, slow_but, unscaled
 
@@ -18,81 +21,69 @@ SIZE, LAYERS = 128, 3
 X = jax.random.normal(jax.random.key(2), (16, SIZE))
 EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
 READ = "the stored weight is read without quantizing it again"
+NONE = mpx.NoLossScaling()
 
 
-def stored_of(shape, dtype="float32", seed=0, format=mpx.Format.E4M3):
+def stored_of(*shape, dtype="float32", format=mpx.Format.E4M3):
     """A weight whose largest number is not that of the format.
 
     Quantized again by its own amax, it would be other numbers.
     """
-    w = np.random.default_rng(seed).normal(size=shape) / 12
-    w = jnp.asarray(w, dtype)
-    (stored,) = mpx.quantization.quantize_weights(
-        [w], mpx.quantization.TensorQuantizer(format)
-    )
-    quantized = mpx.quantization.quantize(
-        w, mpx.quantization.TensorQuantizer(format), scale=157.0
-    )
-    return dataclasses.replace(stored, quantized=quantized)
+    w = jnp.asarray(np.random.default_rng(0).normal(size=shape) / 12, dtype)
+    quantizer = mpx.quantization.TensorQuantizer(format)
+    (stored,) = quantize_weights([w], quantizer)
+    quantized = quantize(w, quantizer, scale=157.0)
+    return {"w": dataclasses.replace(stored, quantized=quantized)}
 
 
 CURRENT = mpx.Float8CurrentScaling()
-RECIPES = {
-    "current": CURRENT,
-    "delayed": mpx.DelayedScaling(warm_start=True),
-}
+RECIPES = {"current": CURRENT, "delayed": mpx.DelayedScaling(warm_start=True)}
 
 
 def layer(x, w):
     return x + jnp.tanh(x @ w)
 
 
+barrier = jax.lax.optimization_barrier
+SQUARE, STACK = (SIZE, SIZE), (LAYERS, SIZE, SIZE)
+
+
+def reshaped(w, x):
+    x = jnp.einsum("bi,ihd->bhd", x, w).reshape(16, -1)
+    return x @ w.reshape(SIZE, SIZE)
+
+
+def in_a_loop(w, x):
+    return jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0]
+
+
+def over_a_stack(w, x):
+    return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0]
+
+
 # How a program may come to the weight that a product reads.
 PROGRAMS = {
-    "plain": ((SIZE, SIZE), lambda w, x: x @ w),
-    "transposed": ((SIZE, SIZE), lambda w, x: x @ w.T),
-    "reshaped": (
-        (SIZE, 8, SIZE // 8),
-        lambda w, x: (
-            jnp.einsum("bi,ihd->bhd", x, w).reshape(16, -1) @ w.reshape(SIZE, SIZE)
-        ),
-    ),
-    "cast": ((SIZE, SIZE), lambda w, x: x @ w.astype(jnp.bfloat16).astype(x.dtype)),
-    "jitted": ((SIZE, SIZE), lambda w, x: jax.jit(layer)(x, w)),
-    "recomputed": ((SIZE, SIZE), lambda w, x: jax.checkpoint(layer)(x, w)),
+    "plain": (SQUARE, lambda w, x: x @ w),
+    "transposed": (SQUARE, lambda w, x: x @ w.T),
+    "reshaped": ((SIZE, 8, SIZE // 8), reshaped),
+    "cast": (SQUARE, lambda w, x: x @ w.astype(jnp.bfloat16).astype(x.dtype)),
+    "jitted": (SQUARE, lambda w, x: jax.jit(layer)(x, w)),
+    "recomputed": (SQUARE, lambda w, x: jax.checkpoint(layer)(x, w)),
     "chosen": (
-        (SIZE, SIZE),
+        SQUARE,
         lambda w, x: jax.lax.cond(x[0, 0] > 9, lambda x, w: x @ w, layer, x, w),
     ),
-    "in a loop": (
-        (SIZE, SIZE),
-        lambda w, x: jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0],
-    ),
-    "a loop over a stack": (
-        (LAYERS, SIZE, SIZE),
-        lambda w, x: jax.lax.scan(
-            lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w
-        )[0],
-    ),
-    "slices of a stack": (
-        (LAYERS, SIZE, SIZE),
-        lambda w, x: layer(layer(x, w[0]), w[2]),
-    ),
-    "behind a barrier": (
-        (SIZE, SIZE),
-        lambda w, x: x @ jax.lax.optimization_barrier((x, w))[1],
-    ),
+    "in a loop": (SQUARE, in_a_loop),
+    "a loop over a stack": (STACK, over_a_stack),
+    "slices of a stack": (STACK, lambda w, x: layer(layer(x, w[0]), w[2])),
+    "behind a barrier": (SQUARE, lambda w, x: x @ barrier((x, w))[1]),
 }
 
 
 def step_of(name, recipe, dtype="float32"):
-    func = PROGRAMS[name][1]
-    loss = mpx.autocast(
-        lambda model, x: jnp.mean(func(model["w"], x) ** 2),
-        dtype,
-        recipe=recipe,
-        rules=EVERY,
-    )
+    @functools.partial(mpx.autocast, dtype=dtype, recipe=recipe, rules=EVERY)
+    def loss(model, x):
+        return jnp.mean(PROGRAMS[name][1](model["w"], x) ** 2)
 
     def step(scaling, model, x):
         return mpx.filter_value_and_grad(loss, scaling)(model, x)
@@ -106,19 +97,13 @@ def but_for_weights(role, for_wgrad):
     return CURRENT.quantizer(role, for_wgrad=for_wgrad)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    slow_but(
-        [("current", "reshaped")],
-        [
-            ("delayed" if number % 2 else "current", name)
-            for number, name in enumerate(PROGRAMS)
-        ]
-        + [("delayed", "a loop over a stack")],
-    ),
-)
+EACH = [*zip(itertools.cycle(RECIPES), PROGRAMS, strict=False)]
+EACH.append(("delayed", "a loop over a stack"))
+
+
+@pytest.mark.parametrize(("recipe", "name"), slow_but([("current", "reshaped")], EACH))
 def test_products_read_the_stored_numbers_as_they_are(name: str, recipe: str):
-    model = {"w": stored_of(PROGRAMS[name][0])}
+    model = stored_of(*PROGRAMS[name][0])
     loss, step = step_of(name, RECIPES[recipe])
     scaling = mpx.init_scaling(loss, model, X)
     # Of data and gradients a warm start makes in its first step what current scaling
@@ -126,30 +111,25 @@ def test_products_read_the_stored_numbers_as_they_are(name: str, recipe: str):
     other = "plain" if name == "cast" else name
     _, expected = step_of(other, mpx.CustomRecipe(but_for_weights))
     found = step(scaling, model, X)
-    plain = mpx.quantization.dequantize_weights(model)
-    wanted = expected(mpx.NoLossScaling(), plain, X)
+    plain = dequantize_weights(model)
+    wanted = expected(NONE, plain, X)
     np.testing.assert_allclose(found.value, wanted.value, rtol=2e-5)
     again = step(scaling, plain, X)
-    error, of_again = (
-        jnp.linalg.norm(result.grads["w"] - wanted.grads["w"])
-        for result in (found, again)
-    )
+    off = lambda result: jnp.linalg.norm(result.grads["w"] - wanted.grads["w"])  # noqa: E731
     # A rounding or two may turn around; the gradient goes through the program's cast.
-    assert error < (0.5 if name == "cast" else 0.02) * of_again
+    assert off(found) < (0.5 if name == "cast" else 0.02) * off(again)
     assert found.grads["w"].dtype == model["w"].dtype
 
 
 def test_gradients_of_micro_batches_are_of_the_stored_numbers():
-    model, x = {"w": stored_of((SIZE, SIZE), "bfloat16")}, X.astype(jnp.bfloat16)
+    model, x = stored_of(*SQUARE, dtype="bfloat16"), X.astype(jnp.bfloat16)
     loss, step = step_of("plain", CURRENT, "bfloat16")
-    whole = step(mpx.NoLossScaling(), model, x).grads["w"]
-    part = mpx.filter_grad(loss, mpx.NoLossScaling(), accumulate=2)(model, x)
+    whole = step(NONE, model, x).grads["w"]
+    part = mpx.filter_grad(loss, NONE, accumulate=2)(model, x)
     difference = (part.grads["w"] - whole).astype(jnp.float32)
     assert jnp.linalg.norm(difference) < 0.1 * jnp.linalg.norm(whole)
-    plain = step(
-        mpx.NoLossScaling(), mpx.quantization.dequantize_weights(model), x
-    ).grads["w"]
-    assert whole.dtype == plain.dtype
+    plain = step(NONE, dequantize_weights(model), x)
+    assert whole.dtype == plain.grads["w"].dtype
 
 
 @pytest.mark.slow
@@ -158,59 +138,49 @@ def test_a_frozen_base_is_read_as_it_is_stored():
         return jnp.mean((x @ base["w"] + (x @ adapter["a"]) @ adapter["b"]) ** 2)
 
     adapter = {"a": jnp.ones((SIZE, 4)) / 16, "b": jnp.ones((4, SIZE)) / 16}
-    base, found = {"w": stored_of((SIZE, SIZE))}, []
+    base, found = stored_of(*SQUARE), []
     for recipe in (CURRENT, mpx.CustomRecipe(but_for_weights)):
         loss = mpx.autocast(func, "float32", recipe=recipe, weights=(0, 1), rules=EVERY)
-        found.append(mpx.filter_grad(loss, mpx.NoLossScaling())(adapter, base, X).grads)
-        base = mpx.quantization.dequantize_weights(base)
+        found.append(mpx.filter_grad(loss, NONE)(adapter, base, X).grads)
+        base = dequantize_weights(base)
     np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=0.05, atol=1e-3)
 
 
 def test_explain_says_that_the_stored_numbers_are_read():
-    def reasons(model, recipe):
-        loss, _ = step_of("plain", recipe)
-        report = mpx.explain(loss)(model, X)
-        return [o.reason for o in report.operations if o.is_low]
+    def are_read(model, recipe):
+        operations = mpx.explain(step_of("plain", recipe)[0])(model, X).operations
+        return {READ in o.reason for o in operations if o.is_low}
 
-    stored = {"w": stored_of((SIZE, SIZE))}
-    assert all(READ in reason for reason in reasons(stored, CURRENT))
+    stored = stored_of(*SQUARE)
+    assert are_read(stored, CURRENT) == {True}
     for recipe in (mpx.MXFP8BlockScaling(), mpx.Float8BlockScaling()):
-        assert not any(READ in reason for reason in reasons(stored, recipe))
-    other = {"w": stored_of((SIZE, SIZE), format=mpx.Format.E5M2)}
-    assert not any(READ in reason for reason in reasons(other, CURRENT))
-    plain = mpx.quantization.dequantize_weights(stored)
-    assert not any(READ in reason for reason in reasons(plain, CURRENT))
+        assert are_read(stored, recipe) == {False}
+    others = stored_of(*SQUARE, format=mpx.Format.E5M2), dequantize_weights(stored)
+    for other in others:
+        assert are_read(other, CURRENT) == {False}
 
 
-@pytest.mark.parametrize(
-    "recipe", [mpx.MXFP8BlockScaling(), mpx.CustomRecipe(but_for_weights)]
-)
-def test_other_recipes_quantize_what_is_dequantized(
-    recipe: mpx.quantization.AbstractRecipe,
-):
-    model = {"w": stored_of((SIZE, SIZE))}
-    _, step = step_of("plain", recipe)
-    plain = mpx.quantization.dequantize_weights(model)
-    found, expected = (step(mpx.NoLossScaling(), m, X) for m in (model, plain))
+OTHERS = [mpx.MXFP8BlockScaling(), mpx.CustomRecipe(but_for_weights)]
+
+
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_other_recipes_quantize_what_is_dequantized(recipe):
+    model, (_, step) = stored_of(*SQUARE), step_of("plain", recipe)
+    found, expected = (step(NONE, m, X) for m in (model, dequantize_weights(model)))
     assert_same_bits(found.grads, expected.grads)
 
 
 def test_what_jax_traces_on_the_way_is_quantized_as_other_weights_are():
-    model = {"w": stored_of((SIZE, SIZE))}
-    loss, _ = step_of("plain", CURRENT)
+    model, (loss, _) = stored_of(*SQUARE), step_of("plain", CURRENT)
     hidden = jax.jit(loss)
-    found, expected = (
-        mpx.filter_grad(hidden, mpx.NoLossScaling())(m, X).grads
-        for m in (model, mpx.quantization.dequantize_weights(model))
-    )
-    assert_same_bits(found, expected)
+    gradient = lambda m: mpx.filter_grad(hidden, NONE)(m, X).grads  # noqa: E731
+    assert_same_bits(*map(gradient, (model, dequantize_weights(model))))
     # Where nothing differentiates, the weight itself goes through `jax.jit`.
     assert_same_bits(hidden(model, X), jax.jit(lambda *args: loss(*args))(model, X))
 
 
 def test_delayed_scaling_learns_the_scale_of_the_storage():
-    model = {"w": stored_of((SIZE, SIZE))}
-    loss, step = step_of("plain", mpx.DelayedScaling())
+    model, (loss, step) = stored_of(*SQUARE), step_of("plain", mpx.DelayedScaling())
     scaling = mpx.init_scaling(loss, model, X)
     result = step(scaling, model, X)
     (use,) = result.scaling.quantized
@@ -224,7 +194,7 @@ def test_delayed_scaling_learns_the_scale_of_the_storage():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_computes_with_the_numbers_of_training(recipe: str):
-    model = {"w": stored_of((LAYERS, SIZE, SIZE))}
+    model = stored_of(*STACK)
     loss, step = step_of("a loop over a stack", RECIPES[recipe])
     scaling = mpx.init_scaling(loss, model, X)
     scaling = step(scaling, model, X).scaling
@@ -234,13 +204,12 @@ def test_evaluation_computes_with_the_numbers_of_training(recipe: str):
 
 def test_devices_gather_the_stored_numbers():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    loss, _ = step_of("plain", CURRENT)
-    model = {"w": stored_of((SIZE, SIZE))}
+    loss, one_device = step_of("plain", CURRENT)
+    model = stored_of(*SQUARE)
 
     def place(spec):
-        return jax.tree.map(
-            lambda a: NamedSharding(mesh, spec if a.ndim > 1 else P()), model
-        )
+        layout = lambda a: NamedSharding(mesh, spec if a.ndim > 1 else P())  # noqa: E731
+        return jax.tree.map(layout, model)
 
     def step(model, x):
         model = jax.lax.with_sharding_constraint(model, place(P()))
@@ -248,11 +217,11 @@ def test_devices_gather_the_stored_numbers():
 
     lying = jax.tree.map(jax.device_put, model, place(P("data")))
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
-    found, expected = jax.jit(step)(lying, x), step_of("plain", CURRENT)[1]
-    wanted = expected(mpx.NoLossScaling(), model, X).grads["w"]
-    error = jnp.linalg.norm(found["w"] - wanted)
-    assert error < 2e-2 * jnp.linalg.norm(wanted)
-    text = jax.jit(step).lower(lying, x).compile().as_text()
+    compiled = jax.jit(step).lower(lying, x).compile()
+    found = compiled(lying, x)["w"]
+    wanted = one_device(NONE, model, X).grads["w"]
+    assert jnp.linalg.norm(found - wanted) < 2e-2 * jnp.linalg.norm(wanted)
+    text = compiled.as_text()
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
     # XLA:CPU has no collectives of 8 bits, and gathers them as float16.
     assert gathered and all("= f16[128,128]" in line for line in gathered)
@@ -260,8 +229,7 @@ def test_devices_gather_the_stored_numbers():
 
 def test_devices_that_share_a_batch_read_the_same_numbers():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    model = {"w": stored_of((SIZE, SIZE))}
-    loss, step = step_of("plain", CURRENT)
+    model, (loss, step) = stored_of(*SQUARE), step_of("plain", CURRENT)
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -269,8 +237,5 @@ def test_devices_that_share_a_batch_read_the_same_numbers():
         grads = mpx.filter_grad(loss, mpx.NoLossScaling())(model, x).grads
         return jax.tree.map(lambda g: g / 8, grads)
 
-    found, wanted = (
-        shared(model, X)["w"],
-        step(mpx.NoLossScaling(), model, X).grads["w"],
-    )
+    found, wanted = shared(model, X)["w"], step(NONE, model, X).grads["w"]
     assert jnp.linalg.norm(found - wanted) < 2e-2 * jnp.linalg.norm(wanted)

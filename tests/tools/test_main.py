@@ -40,33 +40,28 @@ X = jax.ShapeDtypeStruct((2, 16), jnp.float32)
 
 def saved(tmp_path, *arguments):
     path = tmp_path / "report.json"
-    main(["explain", *arguments, "--save", str(path)])
+    main(["explain", HERE, ":model()", *arguments, "--save", str(path)])
     return mpx.reports.Report.from_json(path.read_text())
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     # pytest imports this file under a name that it does not put in sys.modules.
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or _module())
-
-
-def _module():
     module = type(sys)(__name__)
     module.loss, module.model, module.replay = loss, model, replay
-    return module
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or module)
 
 
 def test_explain_prints_and_saves(tmp_path, capsys):
-    report = saved(tmp_path, HERE, ":model()", "f32[2,16]")
+    report = saved(tmp_path, "f32[2,16]")
     assert report == mpx.explain(loss)(eqx.filter_eval_shape(model), X)
     out = capsys.readouterr().out
-    assert "dot_general" in out
-    assert "Written: " in out
+    assert "dot_general" in out and "Written: " in out
 
 
-def test_options(tmp_path):
+def test_explain_takes_options(tmp_path):
     shapes = eqx.filter_eval_shape(model)
-    report = saved(tmp_path, HERE, ":model()", "f32[2,16]", "--dtype", "bf16", "--grad")
+    report = saved(tmp_path, "f32[2,16]", "--dtype", "bf16", "--grad")
     assert report == mpx.explain(eqx.filter_grad(mpx.autocast(loss)))(shapes, X)
     assert report.totals.half_flops_share > 0.8
 
@@ -88,8 +83,8 @@ def test_an_error_of_what_restores_a_step_is_left_as_it_is(monkeypatch):
         main(["blame", f"{__name__}:replay", "812"])
 
 
-def test_literals_and_keywords(tmp_path):
-    report = saved(tmp_path, HERE, ":model()", "float32[2, 16]", "2.0", "key=key[]")
+def test_explain_takes_literals_and_keywords(tmp_path):
+    report = saved(tmp_path, "float32[2, 16]", "2.0", "key=key[]")
     names = {operation.primitive for operation in report.operations}
     assert {"random_bits", "dot_general"} <= names
 
@@ -134,8 +129,7 @@ def test_help_fits_a_terminal(arguments, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([*arguments, "--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80 and len(lines) <= 40
 
 
 def test_doctor_says_what_is_here(capsys):
@@ -206,31 +200,28 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
         "f32[16,64]",
     ]
     words += ["--optimizer", "adam", "--target", "tpu-v5e", "--precision", "bfloat16"]
-
-    def devices(target, count=1):
-        return jax.devices("cpu")[:count]
-
-    monkeypatch.setattr(_steps, "compile_only_devices", devices)
+    few = lambda target, count=1: jax.devices("cpu")[:count]  # noqa: E731
+    monkeypatch.setattr(_steps, "compile_only_devices", few)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+
+    def refused(*words):
+        with pytest.raises(SystemExit):
+            main([*words])
+        return capsys.readouterr().err
+
     main(words)
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
     printed, progress = capsys.readouterr()
-    assert "mean_square: forecast" in printed
-    assert "v5e, bfloat16" in printed
+    assert "mean_square: forecast" in printed and "v5e, bfloat16" in printed
     assert progress == "Compiling bfloat16 for TPU v5e, batch 16\n"
     words[1] = "tests.tools.test_main:mean_square_and_sum"
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "set `has_aux=True`. Here: --has-aux." in capsys.readouterr().err
+    assert "set `has_aux=True`. Here: --has-aux." in refused(*words)
     main([*words, "--has-aux"])
     assert "mean_square_and_sum: forecast" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*words, "--optimizer", "no_such_one"])
-    assert "no optimizer 'no_such_one'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*words, "--target", "a100"])
-    assert "got 'a100'" in capsys.readouterr().err
+    found = refused(*words, "--optimizer", "no_such_one")
+    assert "no optimizer 'no_such_one'" in found
+    assert "got 'a100'" in refused(*words, "--target", "a100")
 
 
 def mean_square(w, x):

@@ -31,10 +31,8 @@ TARGETS = ("cpu", "H100", "TPU v5e")
 # Without a recipe the program is the same for all targets.
 CASES = [("none", "cpu"), *itertools.product(list(RECIPES)[1:], TARGETS)]
 # Each recipe and each target once.
-FEW = [
-    ("none", "TPU v5e"),
-    *(("current", "H100"), ("delayed", "TPU v5e"), ("MXFP8", "cpu"), ("NVFP4", "H100")),
-]
+FEW = [("none", "TPU v5e"), ("current", "H100"), ("delayed", "TPU v5e")]
+FEW += [("MXFP8", "cpu"), ("NVFP4", "H100")]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 32, 64, 48, 16
 
 
@@ -62,29 +60,20 @@ def low(func, recipe, target):
 
 
 def step_of(func, recipe):
-    """The gradient of a function in a precision, of the arguments and a scaling."""
     gradient = lambda w, x, scaling: mpx.filter_value_and_grad(func, scaling)(w, x)  # noqa: E731
-    scaling = mpx.NoLossScaling()
     if recipe == "delayed":
-        scaling = mpx.init_scaling(func, *arguments())
-    return gradient, scaling
+        return gradient, mpx.init_scaling(func, *arguments())
+    return gradient, mpx.NoLossScaling()
 
 
 def by_hand():
-    """The operands of all products, in float64."""
     w, x = jax.tree.map(lambda a: np.asarray(a, np.float64), arguments())
     h = np.tanh(x @ w["first"])
     y = h @ w["last"]
     last = 2 * y / y.size
-    first = last @ w["last"].T * (1 - h**2)
-    return {
-        "['first']/input": x,
-        "['first']/weight": w["first"],
-        "['first']/gradient": first,
-        "['last']/input": h,
-        "['last']/weight": w["last"],
-        "['last']/gradient": last,
-    }
+    gradients = {"first": last @ w["last"].T * (1 - h**2), "last": last}
+    kinds = {"input": {"first": x, "last": h}, "weight": w, "gradient": gradients}
+    return {f"['{k}']/{kind}": a[k] for k in w for kind, a in kinds.items()}
 
 
 def in_e4m3(x):
@@ -117,8 +106,7 @@ def test_monitor_counts_what_was_there_before_it_was_quantized(recipe, target):
     for name, x in known.items():
         row, is_given = rows[name], "weight" in name or name == "['first']/input"
         noise = 0.01 if is_given else NOISE[recipe]
-        assert row.dtype in ("bfloat16", "float32")
-        assert row.size == x.size
+        assert row.dtype in ("bfloat16", "float32") and row.size == x.size
         assert row.amax == pytest.approx(np.abs(x).max(), rel=noise)
         assert row.rms == pytest.approx(np.sqrt(np.mean(x**2)), rel=noise)
         found = row.formats["TensorQuantizer"]
@@ -138,8 +126,7 @@ def test_explain_knows_the_dtype_and_the_share_of_a_product(recipe, target):
     step, scaling = step_of(low(loss, recipe, target), recipe)
     report = mpx.explain(step)(*arguments(), scaling)
     products = [x for x in report.operations if x.primitive == "dot_general"]
-    forward = [x for x in products if x.phase == "forward"]
-    first, last = forward
+    first, last = [x for x in products if x.phase == "forward"]
     assert first.flops == 2 * ROWS * INPUTS * HIDDEN
     assert last.flops == 2 * ROWS * HIDDEN * OUTPUTS
     assert first.flops / (first.flops + last.flops) == 0.8
@@ -184,8 +171,7 @@ def test_blame_names_the_planted_line_and_check_the_weight(recipe, target):
     assert not result.finite
     with pytest.raises(FloatingPointError, match=r"\['first'\]"):
         mpx.check(result.scaling, result.grads, max_skipped_in_a_row=0)
-    report = mpx.blame(func, result.scaling.of_bad_step())(*arguments())
-    first = report.first
+    first = mpx.blame(func, result.scaling.of_bad_step())(*arguments()).first
     assert first is not None
     assert first.primitive == "exp" and first.scope == "planted"
     number = planted.__code__.co_firstlineno + 2
