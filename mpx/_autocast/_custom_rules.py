@@ -214,11 +214,11 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
     The rule sees which operands and results are differentiated, as JAX determines it
     for the new function.
 
-    Invariants, each needed by a library that was tried:
-    only differentiated operands are perturbed, so `symbolic_zeros` stays true of the
-    others (Equinox's `filter_custom_vjp` asserts it, and with it all of Diffrax); a
-    cotangent that is known to be zero stays symbolic on its way in and out; and the
-    rule is traced in the declared dtypes, since it may read them.
+    Invariants, each needed by a library that was tried: only differentiated operands
+    are perturbed, so `symbolic_zeros` stays true of the others (Equinox's
+    `filter_custom_vjp` asserts it, and with it all of Diffrax); a cotangent that is
+    known to be zero stays symbolic on its way in and out; and the rule is traced in the
+    declared dtypes, since it may read them.
     """
     own, equation = _OwnRule(case), case.equation
     is_done = is_settled(equation, _OwnRule.function)
