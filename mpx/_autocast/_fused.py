@@ -1,8 +1,15 @@
-"""Rewriting operations of mpx's own: see `mpx._autocast._fused`.
+"""Operations of mpx's own that autocast rewrites as one: fused operations.
 
-Rules and decisions see such an operation as one equation of a primitive that has its
-name: a product of its first operands. What it becomes has the derivatives that belong
-to the precision that was chosen, the kernel's where there is one.
+Such an operation represents several equations, and can be computed in several ways: by
+one kernel, or by products with operations between. In a program it is the equation of a
+`jax.custom_batching.custom_vmap`, in a named scope that carries the operation. So it is
+found whatever was mapped over, and can be made again in another precision. Around it is
+a call with derivative rules, which belong to one precision and are made again with it;
+its scope carries the operation, too.
+
+Rules and decisions see the operation as one equation of a primitive with its name: a
+product of its first operands. Its derivatives are those of the chosen precision, and of
+the kernel if there is one.
 """
 
 import contextlib
@@ -32,15 +39,7 @@ from ._decide import Case, Choice, Reason, apply_rules, choose, noted
 from ._emit import Rewrite, evaluate_within
 from ._stacks import emit_wide
 
-# ----------------------------------------------------------------------------
-# Operations of mpx's own that autocast takes as one.
-#
-# Such an operation stands for several equations, and can be computed in more than one
-# way: by one kernel, or by products with something in between. In a program it is the
-# equation of a `jax.custom_batching.custom_vmap`, in a named scope that carries the
-# operation; so it is found whatever was mapped over, and can be made again in another
-# precision. Around it stands a call with derivative rules, which belong to one
-# precision and are made again with it; its scope carries the operation, too.
+# --- The operation --------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,16 +47,16 @@ class FusedOperation:
     """An operation. Equal ones must have equal texts.
 
     Attributes:
-        name: What rules and reports call it.
-        factors: How many of its operands, the first, are cast to half precision.
-        text: All that tells it from others of its name, without a slash.
-        platform: The platform that its branches are for; None if that is not known.
+        name: Its name in rules and reports.
+        factors: The number of its first operands that are cast to half precision.
+        text: All that distinguishes it from others of its name, without a slash.
+        platform: The platform that its branches are for; None if unknown.
         may_decompose: Whether its products may be quantized one by one.
         bind: Computes it for a target, with its derivatives.
-        decompose: Computes it by the operations that it stands for.
-        path: In which way it is computed for a target, in words.
-        multiplications: How many pairs of numbers it multiplies, by the types of its
-            factors.
+        decompose: Computes it by the operations that it represents.
+        path: Returns how it is computed for a target, in words.
+        multiplications: Returns the number of its multiplications, from the types of
+            its factors.
     """
 
     name: str
