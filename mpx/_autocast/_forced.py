@@ -127,7 +127,7 @@ _run_once_for_all: Any = jax.jit(_full_precision, static_argnums=(0, 1, 2, 3))
 
 
 def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Turns a `functools.partial` into a PyTree, which unlike it compares by value."""
+    """Turns a `functools.partial` into a PyTree that compares by its parts."""
     if not isinstance(func, functools.partial):
         return func
     if not all(map(_is_known, (func.func, *func.args, *func.keywords.values()))):
@@ -136,7 +136,7 @@ def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _is_lasting(form: Form) -> bool:
-    """Returns whether a form may be cached: it may recur, and holds no call's arrays."""
+    """Returns whether equal forms may share a cache entry without leaking arrays."""
     try:
         hash(form)
     except TypeError:
@@ -145,7 +145,7 @@ def _is_lasting(form: Form) -> bool:
 
 
 def _is_known(leaf: object) -> bool:
-    """Returns whether a leaf is plain, or a function that exists while its module does."""
+    """Returns whether a leaf is plain, or a function with the lifetime of its module."""
     if isinstance(leaf, _PLAIN):
         return True
     module = sys.modules.get(getattr(leaf, "__module__", None) or "")
