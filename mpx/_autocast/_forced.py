@@ -136,7 +136,7 @@ def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _is_lasting(form: Form) -> bool:
-    """Returns whether equal forms may share a cache entry without leaking arrays."""
+    """Returns whether a form is cacheable: equal ones recur, and it holds no arrays."""
     try:
         hash(form)
     except TypeError:
@@ -145,7 +145,7 @@ def _is_lasting(form: Form) -> bool:
 
 
 def _is_known(leaf: object) -> bool:
-    """Returns whether a leaf is plain, or a function with the lifetime of its module."""
+    """Returns whether a leaf is plain, or a function that its module keeps."""
     if isinstance(leaf, _PLAIN):
         return True
     module = sys.modules.get(getattr(leaf, "__module__", None) or "")

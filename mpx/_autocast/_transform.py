@@ -451,7 +451,7 @@ def ambient_residuals() -> str:
     settings = resolved(Settings())
     target = settings.target or target_from(None)
     if settings.residuals is None and target.platform == "tpu":
-        return "fast"  # not measured since autocast's default became "small" there
+        return "fast"  # not counted since autocast's default became "small" there
     return _residuals(settings)
 
 
