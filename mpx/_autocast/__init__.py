@@ -5,10 +5,10 @@ In order of reading; `_call` runs these on a call:
 - `_context`: values, places and runs. `_reach`: where values go, and come from.
 - `_demand` analyses, `_decide` and `_products` decide.
 - `_emit` emits; `_rematerialize` recomputes islands.
-- `_rewrites`, `_stacks`, `_travel`: what is not emitted as it was written.
+- `_rewrites`, `_stacks`, `_travel`: operations that are emitted differently.
 - Equations with programs: `_control_flow`, `_loops`, `_custom_rules` with
   `_unscaled_rules`, `_fused`.
-- Calls: `_call`, `_recipe_call` for what only recipes need, `_transform` with
+- Calls: `_call`, `_recipe_call` for recipes, `_transform` with
   `mpx.autocast`, `_contexts` for layers, `_forced` for `mpx.force_full_precision`.
 
 Other rooms, none of which depends on autocast: `mpx._program` (JAX's programs),

@@ -104,7 +104,7 @@ class Facts(NamedTuple):
             of a dtype that autocast may cast.
         parameter: The path of the parameter that it is, moved or sliced perhaps. None
             for rows that were looked up in a table.
-        origin: What it is computed from.
+        origin: The kinds of values that it is computed from.
         is_stored_in_half: Whether it is a part of a half-precision value, or a sum of
             two products. It is stored rounded, which loses no more than the rounding of
             the products did.
@@ -136,7 +136,7 @@ class Value:
         facts: Its static facts.
         is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
-        stored: The same weight as it is stored, in 8 bits.
+        stored: The stored form of the weight, in 8 bits.
         gathering: The pending communication of a sharded float32 weight, once its form
             is known. The value has no array before.
         is_shared: Whether several uses read it, some in float32; see `shared`.
@@ -399,7 +399,7 @@ class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
 
 
 class Usage(NamedTuple):
-    """What a run has used, to be reported when the call is over.
+    """The usage of a run, reported when the call is over.
 
     Attributes:
         rules: The rules that matched an operation.
@@ -423,7 +423,7 @@ class Run:
         rewrites: The rewriting functions of equations that contain a program, by
             primitive.
         uses: The features in use.
-        programs: Inner programs that were rewritten, by program and by what their
+        programs: Inner programs that were rewritten, by program and by all that the
             rewriting depends on. May be kept between calls: JAX returns the same
             program for the same jitted function, and compiles a known one only once.
         spares_final: Whether the output layer is not quantized.
@@ -433,8 +433,8 @@ class Run:
             emitted; None if it is unknown, or no rounding needs it.
         scale: The loss scale, an array, likewise; None if no rule needs it.
         demands: The demands of analysed programs, by their keys.
-        islands: Emitted islands, by what they have in common.
-        used: What has been used so far.
+        islands: Emitted islands, by their keys.
+        used: The usage so far.
         parameters: The paths of the weights, where they carry slots.
     """
 
@@ -463,7 +463,7 @@ class Run:
             self.step, self.scale = outside
 
     def note(self, used: Usage) -> None:
-        """Records what is used, here or in a program that is emitted again."""
+        """Records the usage of this program, or of one that is emitted again."""
         self.used = Usage(*map(operator.or_, self.used, used))
 
     def for_later(self) -> "Callable[[], Run]":

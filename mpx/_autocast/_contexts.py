@@ -56,7 +56,7 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Raises:
         ValueError: When called: the recipe has a state, or finds nothing to quantize.
     """
-    # One store for all calls, so that JAX finds what it has compiled.
+    # One store for all calls, so that JAX finds programs that it has compiled.
     programs = Programs()
 
     @functools.wraps(method)

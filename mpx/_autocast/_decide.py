@@ -468,7 +468,7 @@ def read_note(scope: str) -> Note | IslandNote | None:
 
 # --- Strict mode ----------------------------------------------------------------------
 #
-# In strict mode, what happens by accident or unknown to mpx is an error.
+# In strict mode, accidental behaviour is an error, and so is an unknown primitive.
 
 _CALL = "`mpx.autocast(..., strict=True)`"
 

@@ -1,7 +1,7 @@
 """Demands: the precision in which the users of each value read it.
 
-They flow from the end of a program to its beginning, and decide what may be stored in
-half precision, and what must not be moved in it:
+They flow from the end of a program to its beginning, and decide which values may be
+stored in half precision, and which must not be moved in it:
 
 - Where all users cast a value to half precision, operations that only select values
   (relu, max pooling, a mask) select rounded ones: the same values in half the bytes.
@@ -306,8 +306,8 @@ class _DemandFlow(BackwardFlow[Demand]):
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
-    # What is declared here must be so when it is emitted (`_move` and `_join` of
-    # `_emit`, `converted` of `_rewrites`): residual additions are found by it.
+    # Values that are declared here must be so when they are emitted (`_move` and `_join`
+    # of `_emit`, `converted` of `_rewrites`): residual additions are found by it.
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:

@@ -330,7 +330,7 @@ def _streams_of(
 def _streams_into(
     run: Run, settings: Settings, jaxpr: Jaxpr, atom: Atom
 ) -> set[tuple[Var, bool]]:
-    """Returns a value's inputs apart from what was added, and whether anything was."""
+    """Returns a value's inputs apart from addends, and whether there were any."""
     are_declared = (False,) * len(jaxpr.invars)
     wanted = (Demand.HALF,) * len(jaxpr.outvars)
     ahead = demands_of(run, settings, jaxpr, are_declared, wanted)

@@ -1,4 +1,4 @@
-"""Dataflow analyses: where a value goes (`Reach`), what it is made of (`Origin`).
+"""Dataflow analyses: where a value goes (`Reach`) and comes from (`Origin`).
 
 Both decide what recipes quantize: `Reach` finds the output layer and products that are
 never differentiated, `Origin` tells weights from data.
@@ -125,7 +125,7 @@ def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach
 
 
 class Origin(enum.Flag):
-    """What a value is computed from: the union of its operands; constants add nothing.
+    """The source of a value: the union of its operands; constants add nothing.
 
     A value computed from weights and constants only is a weight itself. If a matmul, a
     lookup, a loop or noise was involved, it counts as a weight next to data, and as

@@ -1,4 +1,4 @@
-"""Operations that are not emitted as they were written, one section for each kind.
+"""Operations that are emitted differently from the program, in one section per kind.
 
 Additions of a bias, lookups, scatters, sparse products and casts of the program.
 """

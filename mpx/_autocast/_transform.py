@@ -394,7 +394,7 @@ class _Deferred(contextlib.ContextDecorator):
 def _wrapped(
     func: Callable[..., PyTree], options: Settings, weights: Weights, is_explicit: bool
 ) -> Callable[..., PyTree]:
-    # One store for all calls, so that JAX finds what it has compiled.
+    # One store for all calls, so that JAX finds programs that it has compiled.
     programs = Programs()
 
     @wraps(func)

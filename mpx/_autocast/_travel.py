@@ -238,17 +238,17 @@ def _dtype_of(
 
 # --- Weights and data -----------------------------------------------------------------
 #
-# A recipe takes for weights what is computed from weights and constants only. Values
+# A recipe takes for weights all values computed from weights and constants only. Values
 # that pass through integers or booleans, as with masks, pruning and rounding, keep
 # their origin. `Origin` lists the kinds.
 
-# Operations whose operands count in any dtype: indices, and what a loop carries.
+# Lookups and loops: their operands count whatever their dtype.
 _BY_ALL = frozenset(("gather", "scan", "while"))
 _CALLBACKS = frozenset(("infeed", "io_callback", "pure_callback"))
 
 
 def note_origins(case: Case, results: Sequence[Value]) -> None:
-    """Records in the results of an equation what they are computed from."""
+    """Records the origins of the results of an equation."""
     kind = properties(case.name).kind
     if properties(case.name).moves and case.name != "gather":
         return

@@ -19,7 +19,7 @@ from ._slots import Slots
 
 
 class StepValues(NamedTuple):
-    """What is known about the training step in a program.
+    """The values of the training step that are known in a program.
 
     Attributes:
         number: The number of the step; None if the program needs none.

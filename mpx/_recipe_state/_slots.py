@@ -6,7 +6,7 @@ each use of it by named scope and shape. The scales accompany the weight, as *sl
 where a program passes the weight to an inner program, it passes its slots, too; a scan
 over stacked layers slices both alike.
 
-The amaxes come back as what JAX takes for the derivative of the scales. JAX would add
+The amaxes come back in the place of the derivative of the scales. JAX would add
 up those of several uses, but the maximum is needed. So each use gets its own copy
 (`shared`), whose derivative rule is the maximum.
 """
@@ -80,10 +80,7 @@ with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
 
 @jax.custom_vjp
 def with_weight_amax(scales: Array, amax: Array) -> Array:
-    """Returns the scales; where the weight's amax comes back as 0, `amax` replaces it.
-
-    For a weight whose amax is known.
-    """
+    """Returns the scales of a weight with a known amax, used if 0 comes back."""
     return scales
 
 
@@ -140,7 +137,7 @@ class Use(NamedTuple):
 
     Attributes:
         scope: The named scopes around it.
-        form: The weight's shape there, and what else distinguishes uses.
+        form: The weight's shape there, and other distinctions of uses.
     """
 
     scope: str
