@@ -306,8 +306,8 @@ class _DemandFlow(BackwardFlow[Demand]):
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
-    # Values that are declared here must be so when they are emitted (`_move` and `_join`
-    # of `_emit`, `converted` of `_rewrites`): residual additions are found by it.
+    # A value declared here must be so when it is emitted (`_move` and `_join` of
+    # `_emit`, `converted` of `_rewrites`): residual additions are found by it.
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:
