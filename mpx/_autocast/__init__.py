@@ -4,12 +4,12 @@ In order of reading; `_call` runs these on a call:
 
 - `_context`: values, places and runs. `_reach`: where values go, and come from.
 - `_demand` analyses, `_decide` and `_products` decide.
-- `_emit` emits; `_rematerialize` recomputes islands.
+- `_emit` emits; `_rematerialize` recomputes islands (`mpx._program.islands`).
 - `_rewrites`, `_stacks`, `_travel`: operations that are emitted differently.
 - Equations with programs: `_control_flow`, `_loops`, `_custom_rules` with
   `_unscaled_rules`, `_fused`.
-- Calls: `_call`, `_recipe_call` for recipes, `_transform` with
-  `mpx.autocast`, `_contexts` for layers, `_forced` for `mpx.force_full_precision`.
+- Calls: `_call`, `_recipe_call` for recipes, `_transform` with `mpx.autocast`,
+  `_contexts` for layers, `_forced` with `mpx.force_full_precision`.
 
 Other rooms, none of which depends on autocast: `mpx._program` (JAX's programs),
 `mpx._settings` (options and rules), `mpx._recipe_state`, and `mpx._wire` (communication

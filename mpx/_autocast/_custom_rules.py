@@ -4,8 +4,7 @@ The rule belongs to the equation. So the equation is bound in a function, and JA
 computes the derivative of that function in the declared dtypes. The resulting program,
 which contains the user's rule, is rewritten like any other. The rewritten function and
 its rewritten derivative are combined by the same public decorator. So nothing of the
-rule is lost: neither that it refuses some derivatives, nor returns other values in the
-place of gradients.
+rule is lost: neither its refusals to differentiate, nor values that are not gradients.
 
 A cotangent has the dtype that its primal has at run time.
 """

@@ -241,7 +241,7 @@ def _dtype_by_rule(case: Case, precision: Precision) -> np.dtype | None:
 
 
 def _dtype_as_it_comes(case: Case) -> np.dtype:
-    """Returns float32 if an operand was computed in it, or none in half precision."""
+    """Returns the one dtype that operands were computed in, otherwise float32."""
     computed = [v for v in case.castable if not v.facts.is_declared or v.dtype != FULL]
     dtypes = {v.dtype for v in computed}
     # The only common dtype of float16 and bfloat16 is float32.

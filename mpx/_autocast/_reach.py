@@ -1,7 +1,7 @@
 """Dataflow analyses: where a value goes (`Reach`) and comes from (`Origin`).
 
 Both decide what recipes quantize: `Reach` finds the output layer and products that are
-never differentiated, `Origin` tells weights from data.
+never differentiated, `Origin` distinguishes weights from data.
 """
 
 import enum

@@ -6,8 +6,8 @@ each use of it by named scope and shape. The scales accompany the weight, as *sl
 where a program passes the weight to an inner program, it passes its slots, too; a scan
 over stacked layers slices both alike.
 
-The amaxes come back in the place of the derivative of the scales. JAX would add
-up those of several uses, but the maximum is needed. So each use gets its own copy
+The amaxes come back in the place of the derivative of the scales. JAX would add up
+those of several uses, but the maximum is needed. So each use gets its own copy
 (`shared`), whose derivative rule is the maximum.
 """
 
