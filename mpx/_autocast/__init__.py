@@ -11,9 +11,8 @@ In order of reading; `_call` runs these on a call:
 - Calls: `_call`, `_recipe_call` for recipes, `_transform` with `mpx.autocast`,
   `_contexts` for layers, `_forced` with `mpx.force_full_precision`.
 
-Other rooms, none of which depends on autocast: `mpx._program` (JAX's programs),
-`mpx._settings` (options and rules), `mpx._recipe_state`, and `mpx._wire` (communication
-between devices).
+`mpx._program` (JAX's programs), `mpx._settings` (options and rules),
+`mpx._recipe_state` and `mpx._wire` (communication) do not depend on autocast.
 """
 
 from ._call import NO_MASTER, call_as_written, call_with_masters, half_inputs

@@ -156,10 +156,7 @@ def _rewritten(
 def _state_for(
     case: Case, *programs: Jaxpr | ClosedJaxpr, reads_stored: bool = True
 ) -> StateOperands:
-    """Returns the further inputs of an equation's programs, as far as they need them.
-
-    The step's number is for quantized products, the loss scale for VJP rules.
-    """
+    """Returns further inputs of programs, with step values only if they need them."""
     is_ours, operands = not case.place.has_own_rule, case.operands
     asks = is_ours and case.run.step is not None
     number = case.run.step if asks and any(map(_holds_products, programs)) else None

@@ -311,7 +311,7 @@ def _streams_of(
 
     Returns:
         The indices in the carry of residual streams that may be in half precision.
-        Parameters of a training loop look alike, except for the derivatives beside them.
+        Parameters of a training loop look alike, except that derivatives go with them.
     """
     if settings.residual_stream != "half" or not settings.is_enabled:
         return []

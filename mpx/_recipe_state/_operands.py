@@ -34,10 +34,7 @@ NOTHING_KNOWN = StepValues()
 
 
 class StateOperands:
-    """The inputs of a program besides its operands.
-
-    They are the operands' slots, the 8-bit arrays that weights are stored in, and the
-    step's values.
+    """The inputs of a program besides its operands: slots, 8-bit weights, step values.
 
     Attributes:
         arrays: The arrays that are passed to the program.
