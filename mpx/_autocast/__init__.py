@@ -1,17 +1,18 @@
 """Automatic mixed precision for any JAX function.
 
-In this order: what is known meanwhile (`_context`); analyse (`_demand`), decide
-(`_decide`, `_products`), emit (`_emit`, `_travel`), rematerialize (`_rematerialize`);
-equations that hold programs (`_control_flow`, `_loops`, `_custom_rules` with
-`_unscaled_rules`, `_fused`); and around it `_call`, `_recipe_call` for what only
-recipes need, and `_transform`. `_notes` says what was decided. `_convert`, `_scatter`,
-`_lookup`, `_bias` and `_stacks` are each for one thing that is not emitted as it was
-written.
+In order of reading; `_call` runs these on a call:
 
-What a program is stands in `mpx._program`, what a user says in
-`mpx._settings._settings`, of single operations in `mpx._settings._rules`, the state
-that recipes are given in `mpx._recipe_state`, and what travels between devices in
-`mpx._wire`; none of them knows autocast.
+- `_context`: values, places and runs. `_reach`: where values go, and come from.
+- `_demand` analyses, `_decide` and `_products` decide.
+- `_emit` emits; `_rematerialize` recomputes islands (`mpx._program.islands`).
+- `_rewrites`, `_stacks`, `_travel`: operations that are emitted differently.
+- Equations with programs: `_control_flow`, `_loops`, `_custom_rules` with
+  `_unscaled_rules`, `_fused`.
+- Calls: `_call`, `_recipe_call` for recipes, `_transform` with `mpx.autocast`,
+  `_contexts` for layers, `_forced` with `mpx.force_full_precision`.
+
+`mpx._program` (JAX's programs), `mpx._settings` (options and rules),
+`mpx._recipe_state` and `mpx._wire` (communication) do not depend on autocast.
 """
 
 from ._call import NO_MASTER, call_as_written, call_with_masters, half_inputs

@@ -1,4 +1,9 @@
-"""Calling a function, rewritten: trace it, emit it again, put the results together."""
+"""Calls a function rewritten: traces it, emits it again, rebuilds its results.
+
+`call_autocast` is the transform. `call_with_masters` casts half-precision weights at
+each use, `call_as_written` provides the loss scale to derivative rules, and
+`call_recomputing` only recomputes islands.
+"""
 
 import contextlib
 import dataclasses
@@ -72,12 +77,12 @@ class Invocation(NamedTuple):
 
     Attributes:
         settings: The options of the transform.
-        weights: Positions and names of the arguments that hold parameters.
-        programs: Where programs that were rewritten are kept.
-        func: The function; where it is a tree, it holds parameters, too.
+        weights: Positions and names of the arguments that contain parameters.
+        programs: The store of rewritten programs.
+        func: The function; the arrays of a callable PyTree are parameters, too.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        spares_final: Whether recipes leave the final projection alone.
+        spares_final: Whether recipes do not quantize the output layer.
     """
 
     settings: Settings
@@ -90,10 +95,10 @@ class Invocation(NamedTuple):
 
 
 def call_autocast(call: Invocation) -> PyTree:
-    """Calls a function, rewritten; gives what it returns, in the same dtypes."""
-    # Which features are in use is asked here, once: of what is around (`Ambient`), of
-    # the arguments, and in `run_of` of the program, whose regions may have recipes.
-    # After that a value, the settings or `run.uses` tell.
+    """Calls a function rewritten; returns its results in the same dtypes."""
+    # The features in use are determined here, once: from the context (`Ambient`), from
+    # the arguments, and in `run_of` from the program, whose regions may have recipes.
+    # After that a value, the settings or `run.uses` contain them.
     #
     # Each call takes one state from the source, as many as `mpx.init_scaling` counted.
     # So NNX objects, which call again, come before `take`, and both attempts under a
@@ -147,8 +152,8 @@ def _is_stored(node: object) -> bool:
 
 
 def _tell_of_rules(settings: Settings, run: Run) -> None:
-    """Says which rules hold for no operation."""
-    # Ambient rules are for many functions, each of which has use for some.
+    """Reports rules that matched no operation."""
+    # Ambient rules are for many functions, each of which needs some of them.
     is_ambient = settings.rules is ambient().settings.rules
     if settings.is_strict:
         refuse_unused(settings.rules, run.used.rules)
@@ -157,7 +162,7 @@ def _tell_of_rules(settings: Settings, run: Run) -> None:
     note_unused(rule for rule in settings.rules.rules if rule not in run.used.rules)
 
 
-# Stands for a leaf that is no weight; not None, which is no leaf at all.
+# Marks a leaf that is not a weight; not None, which is not a leaf.
 NO_MASTER = object()
 
 
@@ -168,24 +173,23 @@ def call_with_masters(
     masters: Sequence[PyTree],
     dtype: np.dtype,
 ) -> PyTree:
-    """Calls a function of half precision weights, each use of which is cast on its own.
+    """Calls a function of half-precision weights, casting each use separately.
 
     A weight that is cast once and used many times gets its gradients summed in half
     precision: 4,096 uses with gradient 1 give 2,048 in float16, where 2,048 + 1 is
-    2,048. Here the program is emitted as it was written, but for the weights, whose
-    masters go in: they are declared values, cast where they are used, and what JAX
-    sums on the way back are cotangents of the masters. The values are the same, bit for
-    bit.
+    2,048. Here the program is emitted as written, except that the weights are replaced
+    by their masters: declared values, cast at each use. So JAX sums the cotangents of
+    the masters. The values are the same, bit for bit.
 
     Args:
         func: The function.
         args: Its positional arguments, weights in half precision.
-        kwargs: Its keyword arguments; no weights are among them.
-        masters: Like `args`, with `NO_MASTER` for what is no weight.
+        kwargs: Its keyword arguments, without weights.
+        masters: Like `args`, with `NO_MASTER` for leaves that are not weights.
         dtype: The precision in which gradients are summed.
 
     Returns:
-        What `func` returns.
+        The result of `func`.
     """
     half = np.dtype(np.float16)
     settings = Settings(dtype=half, is_enabled=False, wire=ambient().wire)
@@ -208,10 +212,10 @@ def call_with_masters(
 def call_as_written(
     func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
-    """Calls a function as written, but for derivative rules that see the loss scale.
+    """Calls a function as written, except for VJP rules that may need the loss scale.
 
-    Autocast functions, and what they call, take care of theirs. A function that needs
-    values is called as it is, and so are its rules.
+    Autocast functions handle the rules of all that they call. A function that cannot be
+    traced without values is called unchanged, with its rules.
 
     Args:
         func: The function, of PyTrees, called in a gradient function.
@@ -219,10 +223,10 @@ def call_as_written(
         **kwargs: Its keyword arguments.
 
     Returns:
-        What `func` returns.
+        The result of `func`.
 
     Raises:
-        StepAsked: It has such a rule, and the scale is not given yet.
+        StepAsked: It has such a rule, and the scale is not known yet.
     """
     settings, scale = settings_of(func), known_scale()
     is_done = settings is not None and settings.is_enabled
@@ -234,7 +238,7 @@ def call_as_written(
     try:
         closed = jax.make_jaxpr(named_like(flat, func, call.paths))(*call.arrays)
     except Exception:
-        # It needs values, or is wrong. As it is, it runs or raises its own error.
+        # It needs values, or is wrong. Unchanged, it runs or raises its own error.
         return func(*args, **kwargs)
     rules = _custom_rules.rules_of_users(closed)
     if scale is None and any(map(may_see_scale, rules)):
@@ -254,7 +258,7 @@ def call_recomputing(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
 ) -> PyTree:
-    """Calls a function as written; its derivative keeps as little as autocast's.
+    """Calls a function as written; its derivative saves as little as autocast's.
 
     Args:
         residuals: As in `Settings`.
@@ -281,7 +285,7 @@ def _call(
 ) -> tuple[PyTree, Run]:
     """Calls a function, traced by `trace`, with the values that `value` makes.
 
-    The run is made when its program is known, and comes back beside the results.
+    The run is made when its program is known, and returned after the results.
     """
     call = Call(func, args, kwargs)
     traced: list[weakref.ref[AnyArray]] = []
@@ -305,7 +309,7 @@ def _call(
 def _call_with_objects(
     call: Invocation, func: Any, args: PyTree, kwargs: PyTree
 ) -> PyTree:
-    """The same for NNX objects, which as trees would lose what changes in them."""
+    """Calls a function of NNX objects, whose mutations would be lost in PyTrees."""
     weights = call.weights
     written = type(func).__call__ if is_nnx_object(func) else func
     if is_nnx_object(func):
@@ -324,7 +328,7 @@ def _call_with_objects(
 
 
 def _done_for_others() -> contextlib.AbstractContextManager[object]:
-    """Within another autocast function, what this one emits is left as it is."""
+    """Returns a context in which an outer autocast function changes nothing."""
     if not ambient().is_tracing:
         return contextlib.nullcontext()
     return region(Settings.of(is_enabled=False))
@@ -333,15 +337,15 @@ def _done_for_others() -> contextlib.AbstractContextManager[object]:
 def half_inputs(
     func: Callable[..., PyTree], args: PyTree, kwargs: PyTree
 ) -> dict[KeyPath, np.dtype]:
-    """The float32 arguments of an autocast function that all uses cast, and to what.
+    """Finds the float32 arguments of an autocast function that all uses cast.
 
     Args:
         func: The function.
-        args: Its arguments; types of them will do.
+        args: Its arguments, or their types.
         kwargs: Its keyword arguments.
 
     Returns:
-        The half precision dtypes, by paths into `(args, kwargs)`.
+        The half-precision dtypes, by paths into `(args, kwargs)`.
     """
     found: list[dict[KeyPath, np.dtype]] = []
     with with_ambient(asks_demands=found.append, is_first_step=True):
@@ -352,7 +356,7 @@ def half_inputs(
 def _asked_demands(
     run: Run, paths: Sequence[KeyPath], closed: ClosedJaxpr, values: list[Value]
 ) -> dict[KeyPath, np.dtype]:
-    """The inputs that all uses cast, for who asks."""
+    """Returns the inputs that all uses cast, as `half_inputs` does."""
     are_declared = tuple(v.facts.is_declared for v in values)
     wanted = demands_for(closed.out_avals, run.settings.dtype)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
@@ -376,7 +380,7 @@ def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArra
 
 
 def _result(value: Value, aval: Aval) -> AnyArray:
-    """A result in the dtype that it was written in, weakly typed if it was so."""
+    """Returns a result in its declared dtype, and as weakly typed as declared."""
     array = value.cast(aval.dtype) if is_castable(aval) else value.array
     array = jnp.asarray(array)
     is_weak = getattr(aval, "weak_type", False)
@@ -392,7 +396,7 @@ def _input(
     path: KeyPath,
     leaf: object,
 ) -> Value:
-    """An argument; those of the function itself, too, are parameters."""
+    """Returns the value of an argument; the function's own arrays are parameters."""
     root, *rest = path
     below, position = rest, None
     if root.idx:

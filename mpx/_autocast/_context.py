@@ -1,10 +1,10 @@
-"""What is known while a program is emitted again: of values, of places, of the run.
+"""The state of emitting a program: its values, the places in it, and the run.
 
 A value is *declared* (an argument or a constant, moved or sliced perhaps) or computed.
 A declared value is cast at each use, so that the gradients of all its uses are summed
 in float32; XLA merges the casts. A computed value is cast to half precision once for a
-few uses, which then share one gradient in half precision; and once to float32 for all
-of them, since a gradient in float32 loses nothing when others are added to it.
+few uses, which then share one gradient in half precision. It is cast to float32 once
+for all uses, since adding to a float32 gradient loses nothing.
 """
 
 import contextlib
@@ -31,32 +31,31 @@ from .._settings import Rule, Settings, ambient
 from .._wire import Gathering
 from ._reach import CONSTANT, Origin, Reach
 
-# ----------------------------------------------------------------------------
-# What a policy of `jax.checkpoint` saves of quantized products.
+# --- Policies of `jax.checkpoint` and quantized products ------------------------------
 #
-# A policy is asked about each operation. Of a quantized product it would save what is
-# in it: the sum before it is multiplied with the scales, once for each device that the
-# program may run on, zeros for the others. XLA takes the scales into a product only if
-# nothing else reads it, so the multiplication became a kernel of its own in each
-# direction: 10 of the 100 GB that a step of a GPT with
-# `dots_with_no_batch_dims_saveable` moves, and in a scan the zeros were stacked (jax
-# 0.10.2, compiled for sm_90, November 2026). So the policy is asked about the product
-# as it was written, and its result gets a name, which is what is saved.
+# JAX asks a policy about each operation. Inside a quantized product it would save the
+# sum before the multiplication with the scales, once for each device that the program
+# may run on, zeros for the others. XLA fuses the scales into a product only if nothing
+# else reads it, so the multiplication became a kernel of its own in each direction: 10
+# of the 100 GB that a step of a GPT with `dots_with_no_batch_dims_saveable` moves, and
+# in a scan the zeros were stacked (jax 0.10.2, compiled for sm_90, November 2026). So
+# the policy is asked about the original product, and the result is saved by its name.
 
 Policy = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """A policy that saves what the given one does, and products under a name.
+    """A policy that saves what the given one saves, and quantized products by name.
 
-    What is in a product is read from what was saved of it, and so JAX keeps nothing of
-    it, whatever the policy says about that.
+    Nothing inside a product is saved, even if the policy asks for it: its backward pass
+    reads the named result.
 
     Attributes:
-        policy: The policy that was given.
-        depth: How many others it stands in; each saves what it says of its own.
-        keeps_wide: Whether no bfloat16 is saved, but float32 under a name: see `_wide`.
+        policy: The given policy.
+        depth: The number of policies around it; each saves under a name of its own.
+        keeps_wide: Whether float32 under a name is saved instead of bfloat16: see
+            `_stacks`.
     """
 
     policy: Policy
@@ -64,7 +63,7 @@ class Saving:
     keeps_wide: bool = False
 
     def __call__(self, primitive: Primitive, *operands: Aval, **params: object) -> Any:
-        """Whether the result of an operation is saved."""
+        """Returns whether the result of an operation is saved."""
         if primitive.name == "name" and params["name"] == self._name:
             return True
         dtype = params.get("new_dtype", params.get("preferred_element_type"))
@@ -77,40 +76,39 @@ class Saving:
         return f"a quantized product that the policy {self.depth} saves"
 
     def named(self, equation: JaxprEqn, result: AnyArray) -> AnyArray:
-        """The result of a product, to be saved if the policy says so.
+        """Names the result of a product if the policy saves it.
 
         Args:
-            equation: The product as it was written.
+            equation: The original product.
             result: Its result.
         """
         decision = self.policy(
             equation.primitive, *avals(equation.invars), **equation.params
         )
-        # Others say that it is sent to the host's memory, which they do as ever.
+        # Policies that offload to the host return something else, and are left alone.
         is_saved = decision is True or decision is Saveable
         return checkpoint_name(result, self._name) if is_saved else result
 
 
-# ----------------------------------------------------------------------------
-
+# --- Values ---------------------------------------------------------------------------
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 _CASTABLE = frozenset((*HALF, FULL))
 
 
 class Facts(NamedTuple):
-    """What is known of a value without knowing the value; a key of caches.
+    """The static facts of a value; part of cache keys.
 
     Attributes:
-        is_declared: An argument or a constant, moved or sliced perhaps, of a dtype that
-            autocast may cast.
-        parameter: The path of the parameter that it is, moved or sliced perhaps. Rows
-            that were looked up in a table are none.
-        origin: What it is computed from.
-        is_stored_in_half: A part of what was half precision, or a sum of two products:
-            what is stored of it is rounded, which costs no more than the rounding of
+        is_declared: Whether it is an argument or a constant, moved or sliced perhaps,
+            of a dtype that autocast may cast.
+        parameter: The path of the parameter that it is, moved or sliced perhaps. None
+            for rows that were looked up in a table.
+        origin: The kinds of values that it is computed from.
+        is_stored_in_half: Whether it is a part of a half-precision value, or a sum of
+            two products. It is stored rounded, which loses no more than the rounding of
             the products did.
-        is_stream: A residual stream that is half precision, moved perhaps.
+        is_stream: Whether it is a half-precision residual stream, moved perhaps.
     """
 
     is_declared: bool = False
@@ -121,7 +119,7 @@ class Facts(NamedTuple):
 
     @property
     def is_weight(self) -> bool:
-        """A parameter, or computed from parameters and constants alone."""
+        """Whether it is a parameter, or computed from parameters and constants only."""
         return self.origin is Origin.WEIGHT
 
 
@@ -129,22 +127,22 @@ class Facts(NamedTuple):
 class Value:
     """A value of the program: an array in its present dtype, and its facts.
 
-    Which array a use reads is decided here, by `cast`, and not by the use: how many
-    share a cast decides in which precision JAX sums their gradients. So one use is one
-    call. What the first use fills in (the array of a pending weight, casts, scales of
-    the input) changes no number; all else is set before anything reads the value.
+    `cast` decides which array a use reads: the number of uses that share a cast decides
+    in which precision JAX sums their gradients. So one use is one call. The first use
+    fills in the array of a pending weight, casts and input scales, which changes no
+    value; all else is set before anything reads the value.
 
     Attributes:
-        facts: What is known of it.
-        is_constant: Whether it is a number that stands in the program.
+        facts: Its static facts.
+        is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
-        stored: The same numbers in 8 bits, as a weight is stored.
-        gathering: Of a float32 weight that other devices send, once it is known in
-            which form. It has no array before.
-        is_shared: Whether several read it, some in float32; see `shared`.
+        stored: The stored form of the weight, in 8 bits.
+        gathering: The pending communication of a sharded float32 weight, once its form
+            is known. The value has no array before.
+        is_shared: Whether several uses read it, some in float32; see `shared`.
         float32_source: The weight in float32 that the program rounded to it.
-        input_scales: By recipe, of the first product that reads it.
-        dtype: The dtype that it has now. Of a tracer JAX takes long to say it.
+        input_scales: By recipe, the scales of the first product that reads it.
+        dtype: Its present dtype, cached: JAX computes that of a tracer slowly.
     """
 
     _array: Any
@@ -159,7 +157,7 @@ class Value:
         default_factory=dict
     )
     dtype: Any = dataclasses.field(init=False)
-    # The casts of a computed value, and by how many uses each is shared.
+    # The casts of a computed value, and the number of uses that share each.
     _casts: dict[np.dtype, list[Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,7 +165,7 @@ class Value:
 
     @property
     def array(self) -> AnyArray:
-        """The array."""
+        """The array, gathered from other devices if it is pending."""
         if self._array is None and self.gathering is not None:
             self._array = self.gathering.arrive()
         array = cast(AnyArray, self._array)
@@ -178,26 +176,26 @@ class Value:
 
     @property
     def as_operand(self) -> Any:
-        """The array that a program inside gets of it, which is a use."""
+        """The array that an inner program gets as operand; counts as a use."""
         return self.cast(self.dtype)
 
     @property
     def shape(self) -> Shape:
-        """The shape that it has."""
+        """Its shape."""
         return self.array.shape if self.gathering is None else self.gathering.shape
 
     @property
     def is_computed_in_half(self) -> bool:
-        """Whether it was computed, and is half precision now."""
+        """Whether it was computed, and is in half precision now."""
         dtype = self.dtype
         return not self.facts.is_declared and dtype != FULL and dtype in _CASTABLE
 
     def shared(self) -> "Value":
-        """What was computed in half precision, for several users.
+        """Returns a half-precision computed value for several uses.
 
-        The gradients of all are summed in float32. Each would else be rounded before:
-        of p - 1, the gradient of a cross entropy by its logits, which a softmax and a
-        label read, nothing is left in bfloat16 where p is 0.999.
+        The gradients of all uses are summed in float32. Otherwise each would be rounded
+        first: of p - 1, the gradient of a cross entropy by its logits, which a softmax
+        and a label read, nothing remains in bfloat16 where p is 0.999.
         """
         value = Value(self.array, self.facts, slots=self.slots)
         value.float32_source = self.float32_source
@@ -206,18 +204,18 @@ class Value:
         return value
 
     def as_float32(self) -> "Value":
-        """What was computed in half precision, to be read and stored elsewhere."""
+        """Returns a half-precision computed value, cast to be stored in float32."""
         facts = self.facts._replace(is_stored_in_half=True)
         return Value(self.cast(FULL), facts)
 
     def offer(self, array: AnyArray) -> None:
-        """Gives a cast of the array that was made elsewhere."""
+        """Adds a cast of the array that was made elsewhere."""
         self._casts[array.dtype] = [array, 0]
 
     def cast(self, dtype: np.dtype) -> Any:
-        """The array in a dtype, for one use."""
+        """Returns the array in a dtype, for one use."""
         if self.is_constant:
-            # By NumPy and not by JAX, which would trace it: a number stays a number.
+            # By NumPy: JAX would trace the cast, and the constant must stay one.
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype)
         if self.facts.is_declared or self.dtype not in _CASTABLE:
@@ -225,9 +223,9 @@ class Value:
         if self.dtype == FULL == dtype:
             return self.array
         found = self._casts.setdefault(dtype, [None, 0])
-        # In float32 the gradients of any number of uses may be summed.
+        # Any number of uses may share a float32 cast: their gradients are float32.
         if found[0] is None or (dtype != FULL and found[1] >= FEW_USES):
-            # The first uses of a half precision value read the array itself.
+            # The first uses of a half-precision value read the array itself.
             is_first = found[0] is None and (dtype == FULL or not self.is_shared)
             is_own = is_first or self.dtype == FULL
             array = self.array if is_own else self.cast(FULL)
@@ -243,22 +241,22 @@ def _converted(array: AnyArray, dtype: np.dtype) -> AnyArray:
 
 
 def is_castable(aval: Aval) -> bool:
-    """Whether values of this type are ones that autocast may cast."""
+    """Returns whether autocast may cast values of this type."""
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
 
 def computed(array: AnyArray) -> Value:
-    """A value that an equation gave."""
+    """Returns the value of a result of an equation."""
     return Value(array, Facts())
 
 
 def stream(array: AnyArray) -> Value:
-    """A residual stream that is half precision."""
+    """Returns the value of a half-precision residual stream."""
     return Value(array, Facts(is_stream=True))
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:
-    """An argument, or a constant, which is a parameter without a path."""
+    """Returns the value of an argument, or of a constant: a parameter without path."""
     if not hasattr(array, "shape"):
         array = np.asarray(array)
     is_data = parameter is None
@@ -268,8 +266,8 @@ def declared(array: Any, parameter: str | None = None) -> Value:
 
 
 def literal(number: object) -> Value:
-    """A number that stands in the program."""
-    # A Python number of JAX's own may carry a dtype that numpy does not see.
+    """Returns the value of a literal of the program."""
+    # JAX's Python numbers may carry a dtype that NumPy does not see.
     array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
         return declared(number, "")
@@ -281,23 +279,24 @@ def literal(number: object) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where in the program an equation stands.
+    """The place of an equation in the program.
 
     Attributes:
-        settings: What holds there.
-        scopes: The named scopes around it, the outermost first, if anybody asks.
-        reach: Where the results of the program that it stands in go; empty if no
-            recipe asks.
-        has_own_rule: Whether it is part of a function with a derivative rule of its
-            own, in which nothing is quantized.
-        sums_over_devices: Whether JAX sums the gradients of what all devices share.
-        is_recomputed: Whether it is part of something that is recomputed as a whole.
-        saving: The policies of what is recomputed around it, the outermost first, if
-            there is a recipe.
+        settings: The settings that apply there.
+        scopes: The named scopes around it, the outermost first; empty if unused.
+        reach: Where the results of the program around it go; empty if no recipe needs
+            it.
+        has_own_rule: Whether it is in a function with a custom derivative rule, in
+            which nothing is quantized.
+        sums_over_devices: Whether JAX sums the gradients of arrays that all devices
+            share.
+        is_recomputed: Whether it is in a region that is recomputed as a whole.
+        saving: The policies of the recomputed regions around it, the outermost first,
+            if there is a recipe.
         is_in_loop: Whether it is in the body of a loop.
-        is_in_while: Whether that is a `while`, from which no amax comes back: JAX has
-            no reverse-mode derivative of it.
-        has_wide_loop: Whether it is in a loop that keeps no bfloat16: see `_wide`.
+        is_in_while: Whether that is a `while`, which returns no amax: JAX has no
+            reverse-mode derivative of it.
+        has_wide_loop: Whether it is in a loop that stores no bfloat16: see `_stacks`.
     """
 
     settings: Settings
@@ -312,11 +311,11 @@ class Place:
     has_wide_loop: bool = False
 
     def inside(self, equation: JaxprEqn, names_scopes: bool) -> "Place":
-        """The place inside of the scopes of an equation that stands here.
+        """Returns the place inside the scopes of an equation.
 
         Args:
-            equation: The equation.
-            names_scopes: Whether anybody asks for the names of scopes.
+            equation: The equation, which is here.
+            names_scopes: Whether the names of scopes are needed.
         """
         scopes = scope_names(equation)
         if not scopes:
@@ -327,7 +326,7 @@ class Place:
             return dataclasses.replace(
                 self, settings=settings, scopes=self.scopes + named
             )
-        # `at` gives the same object where no scope is a region, as nearly always.
+        # `at` returns the same object where no scope is a region: nearly always.
         if settings is self.settings:
             return self
         return dataclasses.replace(self, settings=settings)
@@ -335,23 +334,22 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """Which features a call uses: asked once, where it begins.
+    """The features that a call uses, determined once at its start.
 
-    They hold for all of the call, whatever regions and rules say in it. A derivative
-    rule that is traced when the call is over goes by those of its call, but for notes,
-    which are taken where it is traced (`Run.for_later`).
+    They stay the same for the whole call, whatever regions and rules set in it. A
+    derivative rule that is traced after the call uses those of its call, except for
+    notes, which are taken if they are active where it is traced (`Run.for_later`).
 
     Attributes:
         recipes: Whether anything may be quantized.
-        slots: Whether weights carry slots: for a recipe with a state, or because
-            which uses of them are quantized is recorded, or prescribed.
-        scopes: Whether anybody asks for the names of scopes.
-        parameters: Whether anybody asks which parameter a value is. If not, paths are
-            not kept apart, and equal layers are rewritten once.
+        slots: Whether weights carry slots: for a recipe with a state, or because their
+            quantized uses are recorded or prescribed.
+        scopes: Whether the names of scopes are needed.
+        parameters: Whether the parameter of a value is needed. Otherwise paths are not
+            distinguished, and equal layers are rewritten once.
         payloads: Whether weights may be stored in 8 bits that a product reads.
-        wire: Whether weights and gradients travel between devices in dtypes of the
-            policy.
-        notes: Whether what is emitted carries notes.
+        wire: Whether weights and gradients are communicated in the policy's dtypes.
+        notes: Whether emitted equations carry notes.
     """
 
     recipes: bool
@@ -370,7 +368,7 @@ class Uses:
         wants_slots: bool = False,
         has_payloads: bool = False,
     ) -> "Uses":
-        """Those of a call with settings, in whose program these recipes stand."""
+        """Determines the features of a call, from its settings and its recipes."""
         rules = settings.rules if settings.rules.rules else None
         slots = any(r.has_state for r in recipes) or (wants_slots and bool(recipes))
         notes = ambient().takes_notes
@@ -387,10 +385,10 @@ class Uses:
 
 
 class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
-    """A store for rewritten programs, each as long as the one it was made from.
+    """A store of rewritten programs, each kept as long as its original program.
 
-    Pickled or copied it is empty: so a function that autocast made may be sent to
-    another process (Ray, Dask, joblib).
+    Copies, pickled or not, are empty: so an autocast function can be sent to another
+    process (Ray, Dask, joblib).
     """
 
     def __reduce__(self) -> tuple:
@@ -401,12 +399,12 @@ class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
 
 
 class Usage(NamedTuple):
-    """What has been used, for what is reported when a call is over.
+    """The usage of a run, reported when the call is over.
 
     Attributes:
-        rules: The rules that applied to an operation.
+        rules: The rules that matched an operation.
         recipes: The recipes that quantized a product.
-        one_row: Those that left one alone only for its batch of one row.
+        one_row: The recipes that left a product alone only for its batch of one row.
         computes_float16: Whether anything is computed in float16.
     """
 
@@ -422,20 +420,21 @@ class Run:
 
     Attributes:
         settings: The options of the transform.
-        rewrites: How equations that hold a program are rewritten, by primitive.
-        uses: Which features are in use.
-        programs: Inner programs that were rewritten, by program and by how it was met.
-            They may be kept from call to call: JAX gives the same program for the same
-            jitted function, and compiles what it finds again only once.
-        spares_final: Whether the final projection is left alone.
+        rewrites: The rewriting functions of equations that contain a program, by
+            primitive.
+        uses: The features in use.
+        programs: Inner programs that were rewritten, by program and by all that the
+            rewriting depends on. May be kept between calls: JAX returns the same
+            program for the same jitted function, and compiles a known one only once.
+        spares_final: Whether the output layer is not quantized.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
-        traced: What the function was traced with, which is no more; weak references.
+        traced: Weak references to the tracers that the function was traced with.
         step: The number of the training step, an array, in the program that is being
-            emitted; None if it is unknown, or nothing rounds by it.
-        scale: The scale of the loss, an array, likewise; None if no rule asks for it.
-        demands: The demands of programs that were analysed, by their keys.
-        islands: Islands that were emitted, by what they have in common.
-        used: What has been used so far.
+            emitted; None if it is unknown, or no rounding needs it.
+        scale: The loss scale, an array, likewise; None if no rule needs it.
+        demands: The demands of analysed programs, by their keys.
+        islands: Emitted islands, by their keys.
+        used: The usage so far.
         parameters: The paths of the weights, where they carry slots.
     """
 
@@ -455,7 +454,7 @@ class Run:
 
     @contextlib.contextmanager
     def at_step(self, known: StepValues) -> Iterator[None]:
-        """In a program within, what is known of the step are other arrays."""
+        """Sets the step's values for an inner program, which has arrays of its own."""
         outside = self.step, self.scale
         self.step, self.scale = known
         try:
@@ -464,18 +463,18 @@ class Run:
             self.step, self.scale = outside
 
     def note(self, used: Usage) -> None:
-        """Notes what is used, here or in what is emitted again."""
+        """Records the usage of this program, or of one that is emitted again."""
         self.used = Usage(*map(operator.or_, self.used, used))
 
     def for_later(self) -> "Callable[[], Run]":
-        """How a derivative rule, which outlives a run, gets at it.
+        """Returns access to this run for a derivative rule, which outlives the run.
 
-        A run holds every program that it has met, and a rule stands in a rewritten one,
-        which is to live no longer than the program that it was made from. So a rule
-        holds no run; when the run is over, it gets another one that is like it.
+        A run holds every program that it has met. A rule is part of a rewritten
+        program, which must not outlive its original. So a rule holds no run, and gets
+        an equivalent one when the run is over.
 
         Returns:
-            A function that gives this run as long as it is there, and then a new one.
+            A function that returns this run while it exists, and then a new one.
         """
         itself, kept = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites, uses = self.settings, self.rewrites, self.uses

@@ -1,15 +1,14 @@
-"""Ambient recipes for layers: each applies the transform to its own call.
+"""Ambient recipes for layers: each layer applies the transform to its own call.
 
 A layer of `mpx.nn` that is called in `with mpx.autocast(recipe=..., ambient=True)`
-quantizes the products of its weights, without anybody transforming it. Inside of a
-function that autocast is tracing it does nothing of its own: what holds there, regions
-included, is decided for the whole function.
+quantizes the products of its weights, even in an untransformed function. Inside a
+function that autocast is tracing it does nothing itself: the settings there, regions
+included, are applied to the whole function.
 
-A recipe with a state wants to know which weight of the model a layer's own is. A layer
-does not, and a gradient function does: so such a layer asks for help (`AmbientRecipe`),
-and `in_contexts` makes the function one that autocast traces as a whole, in which the
-contexts switch it on. Outside of a gradient function it is an error that says what to
-write.
+A recipe with a state needs to know which weight of the model a layer's weight is. Only
+a gradient function knows it. So the layer raises `AmbientRecipe`, and `in_contexts`
+makes the function one that autocast traces as a whole, and that the contexts switch on.
+Outside of a gradient function the error reaches the user, with the code to write.
 """
 
 import dataclasses
@@ -30,11 +29,11 @@ from ._transform import is_switched_off
 
 
 class AmbientRecipe(ValueError):
-    """A layer in an ambient recipe stands in a function that nobody transforms.
+    """An ambient recipe needs the function around the layer to be transformed.
 
     Attributes:
         recipe: The name of the recipe with a state, for which the layer needs help; ""
-            if it has none.
+            if none has a state.
     """
 
     def __init__(self, message: str, recipe: str) -> None:
@@ -46,18 +45,18 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Makes a layer obey the ambient recipe.
 
     Args:
-        method: What a layer is called by; its first argument is the layer, which holds
-            the weights, its second the input.
+        method: The method that calls the layer; its first argument is the layer, which
+            holds the weights, its second the input.
 
     Returns:
-        The method, with the products of the layer's weights quantized where there is an
-        ambient recipe. Half precision inputs are computed with in their own dtype, as
-        without a recipe, others in that of the ambient settings.
+        The method, with the products of the layer's weights quantized under an ambient
+        recipe. Half-precision inputs are computed with in their own dtype, as without a
+        recipe, others in the ambient dtype.
 
     Raises:
         ValueError: When called: the recipe has a state, or finds nothing to quantize.
     """
-    # One store for all calls, so that JAX finds again what it has compiled.
+    # One store for all calls, so that JAX finds programs that it has compiled.
     programs = Programs()
 
     @functools.wraps(method)
@@ -70,7 +69,7 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
         if dtype is not None and is_half(dtype):
             settings = dataclasses.replace(settings, dtype=np.dtype(dtype))
         given = method, (self, x, *args), kwargs
-        # Where a layer ends, no model does: none of its products is the final one.
+        # The end of a layer is not that of the model: it has no output layer.
         return call_autocast(Invocation(settings, (0,), programs, *given, False))
 
     return call
@@ -80,12 +79,12 @@ def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Calls a function without weights under the ambient settings.
 
     Args:
-        func: The function, which holds a `FusedOperation`.
-        *args: What it is called with.
+        func: The function, which contains a `FusedOperation`.
+        *args: Its arguments.
 
     Returns:
-        What it returns: computed in the ambient dtype, if one was said, and quantized
-        by a recipe that is for products of data with data.
+        Its result, computed in the ambient dtype if one is set, and quantized if the
+        recipe is for activation matmuls.
     """
     settings = _here()
     if not settings.explicit:
@@ -101,10 +100,10 @@ def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
 
 def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function that autocast traces, and that ambient contexts switch on.
+    """Returns a function that autocast traces, and that ambient contexts switch on.
 
-    Outside of them it is as it was written. All products of weights in them are
-    quantized, the final projection, too, as by layers on their own.
+    Outside of them it runs as written. Inside, all weight matmuls are quantized, the
+    output layer too, as by layers on their own.
     """
     programs = Programs()
     weights = () if any(map(eqx.is_array, jax.tree.leaves(func))) else (0,)
@@ -122,10 +121,10 @@ def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _here() -> Settings:
-    """The ambient settings for a call on its own.
+    """Returns the ambient settings for a layer's own call.
 
-    In a function that autocast is tracing nobody has said any. In one that is switched
-    off, and in a run in full precision to compare with, they are switched off, too.
+    They are the defaults in a function that autocast is tracing. They are switched off
+    in a function that is switched off, and in a full-precision reference run.
     """
     around = ambient()
     settings = Settings() if around.is_tracing else around.settings

@@ -1,11 +1,11 @@
 """Programs within programs: jit, branches, remat, shard_map.
 
 Each is rewritten and bound to the same primitive again, with its name, shardings,
-donation and policy. A program that stands in many places (one layer, called twelve
-times) is rewritten once for each way in which its operands come. The results of
-branches must agree: all in half precision, or all in float32.
+donation and policy. A program that is used repeatedly (one layer, called twelve times)
+is rewritten once for each combination of operand types. The results of branches must
+agree: all in half precision, or all in float32.
 
-`_loops` has those of loops, `_custom_rules` those with derivative rules of their own.
+`_loops` rewrites loops, `_custom_rules` functions with custom derivative rules.
 """
 
 import dataclasses
@@ -59,18 +59,18 @@ def make_values(
     slots: Sequence[Slots | None] = (),
     stored: Sequence[QuantizedArray | None] = (),
 ) -> list[Value]:
-    """The operands of a program, as values inside of it."""
+    """Makes the values of a program's operands, inside of it."""
     nothing = (None,) * len(facts)
     rows = zip(arrays, facts, slots or nothing, stored or nothing, strict=True)
     return [Value(x, f, slots=slots, stored=bits) for x, f, slots, bits in rows]
 
 
 class Types(NamedTuple):
-    """What is known of operands without their arrays.
+    """The facts and types of operands, without their arrays.
 
     Attributes:
-        facts: Of each operand.
-        avals: Of each operand.
+        facts: The facts of each operand.
+        avals: The type of each operand.
     """
 
     facts: tuple[Facts, ...]
@@ -78,7 +78,7 @@ class Types(NamedTuple):
 
 
 def types_of(operands: Sequence[Value]) -> Types:
-    """What is known of operands without their arrays."""
+    """Returns the facts and types of operands."""
     avals = (jax.typeof(v.array) for v in operands)
     return Types(tuple(v.facts for v in operands), tuple(avals))
 
@@ -92,26 +92,25 @@ def rewrite_program(
     state: StateOperands,
     dtypes: tuple[np.dtype | None, ...] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
-    """Rewrites a program for operands as they come.
+    """Rewrites a program for operands of given facts and types.
 
-    Equal keys give equal programs, in this call and in later ones: the key has all that
-    `evaluate` reads, except what is in the key of JAX's own caches (`Ambient`), since
-    under another of these JAX gives another `jaxpr`. What is an array, such as the
-    step's number and scales, is an operand: a tracer of this call would outlive it.
-    What a program uses is kept with it, for one that is found is not evaluated.
+    Equal keys give equal programs, in this call and in later ones. The key contains all
+    that `evaluate` reads, except what is in the key of JAX's own caches (`Ambient`):
+    there JAX returns another `jaxpr`. Arrays, such as the step's number and scales, are
+    operands: a tracer of this call would outlive it. The usage is stored with the
+    program, since a program from the store is not evaluated.
 
     Args:
-        run: The run, which keeps rewritten programs.
-        place: Where the program stands.
+        run: The run, which stores rewritten programs.
+        place: The place of the program.
         jaxpr: The program, open or closed.
-        types: What is known of its inputs.
-        demands: What is wanted of its results.
-        state: What it gets besides.
-        dtypes: The dtypes that its results must have; None for a result that may have
-            any.
+        types: The facts and types of its operands.
+        demands: The demands on its results.
+        state: Its further inputs.
+        dtypes: The dtypes that its results must have; None for a result of any dtype.
 
     Returns:
-        The new program, and what is known of its results.
+        The new program, and the facts of its results.
     """
     facts, avals = types
     besides = [jax.typeof(x) for x in state.arrays]
@@ -147,7 +146,7 @@ def _rewritten(
     state: StateOperands,
     dtypes: tuple[np.dtype | None, ...] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
-    """A program of an equation rewritten for the operands of that, and for a state."""
+    """Rewrites a program of an equation for the equation's operands and a state."""
     types = types_of(case.operands)
     return rewrite_program(
         case.run, case.place, jaxpr, types, case.demands, state, dtypes
@@ -157,7 +156,7 @@ def _rewritten(
 def _state_for(
     case: Case, *programs: Jaxpr | ClosedJaxpr, reads_stored: bool = True
 ) -> StateOperands:
-    """What programs get besides the operands: those that quantize, the step, too."""
+    """Returns further inputs of programs, with step values only if they need them."""
     is_ours, operands = not case.place.has_own_rule, case.operands
     asks = is_ours and case.run.step is not None
     number = case.run.step if asks and any(map(_holds_products, programs)) else None
@@ -182,7 +181,7 @@ def _holds_rules(program: Program) -> bool:
 
 
 def as_dtype(value: Value, dtype: np.dtype | None) -> Value:
-    """A value cast to a dtype; as it is for None."""
+    """Returns a value cast to a dtype; unchanged for None."""
     if dtype is None or value.dtype == dtype:
         return value
     return computed(value.cast(dtype))
@@ -194,14 +193,14 @@ def bind_with_program(
     facts: Sequence[Facts],
     operands: Sequence[AnyArray],
 ) -> list[Value]:
-    """Binds an equation that holds a program with another one in its place."""
+    """Binds an equation with another program, and other parameters."""
     changed = equation.replace(params={**equation.params, **params})
     results = bind_equation(changed, *operands)
     return [Value(x, f) for x, f in zip(results, facts, strict=True)]
 
 
 def rewrite_jit(case: Case) -> list[Value]:
-    """A jit, with its name, shardings, layouts and donation."""
+    """Rewrites a jit, with its name, shardings, layouts and donation."""
     jaxpr = case.equation.params["jaxpr"]
     state = _state_for(case, jaxpr)
     if any(state.form) or any(v.gathering is not None for v in case.operands):
@@ -212,7 +211,7 @@ def rewrite_jit(case: Case) -> list[Value]:
 
 
 def _rewrite_inline(case: Case) -> list[Value]:
-    """A jit that has more operands than its shardings and donations are for."""
+    """Emits a jit in place, as its shardings and donation do not fit more operands."""
     params = case.equation.params
     operands = list(map(_constrained, case.operands, params["in_shardings"]))
     results = evaluate_within(case._replace(operands=operands), params["jaxpr"])
@@ -223,7 +222,7 @@ def _constrained(value: Value, sharding: object) -> Value:
     if not isinstance(sharding, Sharding):
         return value
     if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes:
-        # What a jit does there: the type says so, and the mesh need not be set.
+        # As a jit does it there: the type contains the mesh, which need not be set.
         array = jax.jit(lambda x: x, out_shardings=sharding)(value.array)
     else:
         array = jax.lax.with_sharding_constraint(value.array, sharding)
@@ -231,7 +230,7 @@ def _constrained(value: Value, sharding: object) -> Value:
 
 
 def rewrite_composite(case: Case) -> list[Value]:
-    """A composite, whose decomposition is rewritten."""
+    """Rewrites the decomposition of a composite."""
     jaxpr = program_of(case.equation)
     state = _state_for(case, jaxpr)
     if any(state.form):
@@ -243,12 +242,12 @@ def rewrite_composite(case: Case) -> list[Value]:
 
 
 def rewrite_call(case: Case) -> list[Value]:
-    """A call that says nothing but "here is a program": emitted in place."""
+    """Emits a call that only wraps a program in place."""
     return evaluate_within(case, program_of(case.equation))
 
 
 def rewrite_remat(case: Case) -> list[Value]:
-    """A checkpointed program, with its policy; also one that was differentiated."""
+    """Rewrites a checkpointed program, with its policy; also a differentiated one."""
     params = case.equation.params
     jaxpr, policy = params["jaxpr"], params["policy"]
     state, place = _state_for(case, jaxpr), case.place
@@ -264,10 +263,10 @@ def rewrite_remat(case: Case) -> list[Value]:
 
 
 def rewrite_shard_map(case: Case) -> list[Value]:
-    """A program that runs once per device."""
+    """Rewrites a program that runs once per device."""
     run, place, params = case.run, case.place, case.equation.params
     facts, jaxpr = tuple(v.facts for v in case.operands), params["jaxpr"]
-    # Each device would need its piece of what a weight is stored in.
+    # Each device would need its piece of a weight's stored form.
     state = _state_for(case, jaxpr, reads_stored=False)
     are_declared = tuple(f.is_declared for f in facts)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, case.demands)
@@ -299,7 +298,7 @@ def rewrite_shard_map(case: Case) -> list[Value]:
 
 
 def rewrite_cond(case: Case) -> list[Value]:
-    """Branches, whose results agree on their dtypes."""
+    """Rewrites branches; their results get common dtypes."""
     branches, index = case.equation.params["branches"], case.operands[0].array
     inner = case._replace(operands=case.operands[1:])
     state = _state_for(inner, *branches)
@@ -318,14 +317,14 @@ def rewrite_cond(case: Case) -> list[Value]:
 
 
 def _agreed(place: Place, demand: Demand, avals: list[ShapedArray]) -> np.dtype | None:
-    """What the results of all branches are cast to; None if they agree."""
+    """Returns the dtype that all branches' results are cast to; None if they agree."""
     if not is_castable(avals[0]) or len({aval.dtype for aval in avals}) == 1:
         return None
     return place.settings.dtype if demand == Demand.HALF else FULL
 
 
 def _common(facts: tuple[Facts, ...]) -> Facts:
-    """What is known of a result whichever branch it comes from."""
+    """Returns the facts of a result that apply whichever branch it comes from."""
     if len(set(facts)) == 1:
         return facts[0]
     origin = together_from(f.origin for f in facts)

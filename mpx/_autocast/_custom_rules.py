@@ -1,13 +1,12 @@
-"""Functions with derivative or batching rules of their own.
+"""Functions with custom derivative or batching rules.
 
-The rule belongs to the equation. So the equation is bound in a function, JAX is asked
-for the derivative of that function in the declared dtypes, and the program that comes
-out, which holds what the user's rule does, is rewritten like any other. The rewritten
-function and its rewritten derivative are put together again with the same public
-decorator, and nothing of the rule is lost: not what is not differentiable, not a
-gradient that is no gradient.
+The rule belongs to the equation. So the equation is bound in a function, and JAX
+computes the derivative of that function in the declared dtypes. The resulting program,
+which contains the user's rule, is rewritten like any other. The rewritten function and
+its rewritten derivative are combined by the same public decorator. So nothing of the
+rule is lost: neither its refusals to differentiate, nor values that are not gradients.
 
-A cotangent has the dtype that its primal has when it runs.
+A cotangent has the dtype that its primal has at run time.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ _FLOAT0 = jax.dtypes.float0
 
 
 def rules_of_users(program: Program) -> list[JaxprEqn]:
-    """The calls of functions with a rule for cotangents that may see the loss scale."""
+    """Returns the calls of functions whose VJP rule may need the loss scale."""
     return [
         equation
         for equation in distinct_equations(program)
@@ -70,16 +69,16 @@ def rules_of_users(program: Program) -> list[JaxprEqn]:
 
 
 class _OwnRule:
-    """A function with a rule of its own, rewritten.
+    """A rewritten function with a custom rule.
 
-    It outlives the run that it is made in, and holds neither that nor operands. JAX may
-    run it in several forms (its value alone, its value with tangents, its value with
-    residuals), and all must have the dtypes of the form that ran first.
+    It outlives the run that it is made in, and holds neither the run nor operands. JAX
+    may run it in several forms (value only, value with tangents, value with residuals),
+    and all must have the dtypes of the form that ran first.
     """
 
     def __init__(self, case: Case) -> None:
         self.later = case.run.for_later()
-        # What the rule computes is not ours to quantize.
+        # Nothing inside the rule is quantized.
         self.place = dataclasses.replace(case.place, has_own_rule=True, reach=())
         self.equation, self._wanted = case.equation, case.demands
         self.facts = tuple(v.facts for v in case.operands)
@@ -87,20 +86,20 @@ class _OwnRule:
         self._avals: tuple[Aval, ...] = ()
 
     def function(self, *arrays: AnyArray) -> list[AnyArray]:
-        """Its value alone."""
+        """Computes its value only."""
         values = make_values(arrays, self.facts)
         return self.settle(
             self.evaluated(program_of(self.equation), values, self._wanted)
         )
 
     def settled(self, *arrays: AnyArray) -> list[AnyArray]:
-        """The same, where nobody else is to care for the rule; see `is_settled`."""
+        """Does the same, under a name by which `is_settled` finds the rule handled."""
         return self.function(*arrays[: len(self.facts)])
 
     def called(
         self, function: Callable[..., Any], case: Case, *more: AnyArray
     ) -> list[Value]:
-        """The results of the new function."""
+        """Calls the new function, and returns the values of its results."""
         arrays = function(*(v.array for v in case.operands), *more)
         assert self._result_facts is not None
         pairs = zip(arrays, self._result_facts, strict=True)
@@ -109,16 +108,16 @@ class _OwnRule:
     def evaluated(
         self, program: Program, values: list[Value], wanted: Wanted
     ) -> list[Value]:
-        """The results of a program that belongs to it, rewritten."""
+        """Evaluates a program of this function, rewritten."""
         run = self.later()
-        # An array of the function around it is none of its own.
+        # It must not contain the arrays of the function around it.
         with run.at_step(NOTHING_KNOWN):
             return evaluate(run, self.place, program, values, wanted)
 
     def traced(self, func: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
-        """The program of what runs the user's rule: operations have its lines.
+        """Traces the user's rule; its operations keep their own source lines.
 
-        Those that JAX adds, and a backward pass, have the lines of the call.
+        Operations that JAX adds, and a backward pass, get the lines of the call.
         """
         with own_source_lines():
             closed = with_lines_of(trace(func)(*args), self.equation)
@@ -126,7 +125,7 @@ class _OwnRule:
         return closed
 
     def bound(self, args: PyTree, active: Sequence[int]) -> Callable[..., Any]:
-        """It as it was written, of what is differentiated of its arguments."""
+        """Returns the original function of its differentiated arguments only."""
 
         def original(*new: PyTree) -> list[AnyArray]:
             whole = list(args)
@@ -137,23 +136,23 @@ class _OwnRule:
         return original
 
     def settle(self, values: list[Value]) -> list[AnyArray]:
-        """Results in the dtypes of the form that ran first."""
+        """Casts results to the dtypes of the form that ran first."""
         if self._result_facts is None:
-            # A parameter that comes back is a result like any other.
+            # A parameter that is returned is a result like any other.
             self._avals = tuple(jax.typeof(v.array) for v in values)
             self._result_facts = tuple(v.facts for v in values)
         pairs = zip(values, self._avals, strict=True)
         return [as_dtype(v, aval.dtype).array for v, aval in pairs]
 
     def wanted(self) -> Wanted:
-        """What is wanted of its results, where a form of it ran perhaps."""
+        """Returns the demands on its results: their dtypes once a form has run."""
         if self._result_facts is None:
             return self._wanted
         return demands_for(self._avals, self.place.settings.dtype)
 
 
 def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
-    """The types of arrays, with the dtypes of other types of the same shapes."""
+    """Returns the types of arrays, in the dtypes of other types of the same shapes."""
     return [
         jax.typeof(x).update(dtype=a.dtype) if is_castable(a) else x
         for x, a in zip(arrays, avals, strict=True)
@@ -161,7 +160,7 @@ def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
 
 
 def rewrite_custom_jvp(case: Case) -> list[Value]:
-    """A function with a rule for its tangents."""
+    """Rewrites a function with a JVP rule."""
     own, equation = _OwnRule(case), case.equation
     is_float = [is_inexact(aval_of(v)) for v in equation.outvars]
     function = jax.custom_jvp(own.function)
@@ -171,7 +170,7 @@ def rewrite_custom_jvp(case: Case) -> list[Value]:
         active = [
             i
             for i, t in enumerate(tangents)
-            # Integers have tangents of float0, which are none.
+            # Tangents of integers are float0, and have no value.
             if not isinstance(t, SymbolicZero) and t.dtype != _FLOAT0
         ]
         _refuse_active_constants(equation, active)
@@ -202,23 +201,23 @@ def rewrite_custom_jvp(case: Case) -> list[Value]:
 
 
 def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | SymbolicZero:
-    """A tangent in the dtype of its primal, or JAX's sign that there is none."""
+    """Returns a tangent in the dtype of its primal, or JAX's symbolic zero."""
     if is_zero:
         return SymbolicZero(jax.typeof(primal).to_tangent_aval())
     return as_dtype(value, primal.dtype).array
 
 
 def rewrite_custom_vjp(case: Case) -> list[Value]:
-    """A function with a rule for its cotangents.
+    """Rewrites a function with a VJP rule.
 
-    What the rule is told of its operands and results, whether they are differentiated,
-    is what JAX says of those of the new function.
+    The rule sees which operands and results are differentiated, as JAX determines it
+    for the new function.
 
-    Invariants, each of which a library that was tried depends on: only operands that
-    are differentiated are, so `symbolic_zeros` stays true of the others (Equinox's
+    Invariants, each needed by a library that was tried: only differentiated operands
+    are perturbed, so `symbolic_zeros` stays true of the others (Equinox's
     `filter_custom_vjp` asserts it, and with it all of Diffrax); a cotangent that is
-    known to be zero comes in, and goes out, as such; and the rule is traced in the
-    declared dtypes, since it may ask for them.
+    known to be zero stays symbolic on its way in and out; and the rule is traced in the
+    declared dtypes, since it may read them.
     """
     own, equation = _OwnRule(case), case.equation
     is_done = is_settled(equation, _OwnRule.function)
@@ -228,7 +227,7 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> PyTree:
         count = len(equation.invars)
-        # The scale is that of the derivative that is by the scale, too.
+        # The scale, only for the derivative that is also taken by the scale.
         scale = [primal.value for primal in primals[count:] if primal.perturbed]
         primals = primals[:count]
         arrays = [primal.value for primal in primals]
@@ -281,9 +280,9 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
 def _traced_forward(
     own: _OwnRule, arrays: Sequence[AnyArray], active: Sequence[int]
 ) -> tuple[ClosedJaxpr, Any]:
-    """The program of results and residuals, and how to make a pullback of the latter.
+    """Traces results and residuals; returns also the tree that makes a pullback.
 
-    Only what is `active` is differentiated.
+    Only `active` arguments are differentiated.
     """
     trees: list[Any] = []
 
@@ -299,7 +298,7 @@ def _traced_forward(
 
 
 def _traced_backward(own: _OwnRule, saved: "_Saved", cotangents: PyTree) -> ClosedJaxpr:
-    """The program of a pullback, given the cotangents that are not known to be zero."""
+    """Traces a pullback, given the cotangents that are not known to be zero."""
     are_given = [not isinstance(c, SymbolicZero) for c in cotangents]
     pairs = list(zip(are_given, avals(own.equation.outvars), strict=True))
 
@@ -320,11 +319,11 @@ def _traced_backward(own: _OwnRule, saved: "_Saved", cotangents: PyTree) -> Clos
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What the forward pass leaves to the backward pass.
+    """The residuals that the forward pass saves for the backward pass.
 
-    The arrays that the pullback holds, how to put it together, the types and facts of
-    the arrays, and of the operands that are differentiated the positions and types;
-    and the scale of the loss, if the rule may see it.
+    They are the arrays in the pullback, with their tree, types and facts; the positions
+    and types of the differentiated operands; and the loss scale, if the rule may need
+    it.
     """
 
     arrays: list[AnyArray]
@@ -336,9 +335,9 @@ class _Saved:
 
 
 def _refuse_active_constants(equation: JaxprEqn, active: Sequence[int]) -> None:
-    """Raises where a function closes over what is differentiated.
+    """Raises if a function closes over a differentiated array.
 
-    JAX knows no derivative by it: the rule gives none.
+    The rule has no derivative with respect to it.
     """
     if all(i >= equation.params["num_consts"] for i in active):
         return
@@ -354,7 +353,7 @@ _LEAK = "The derivative rule of the function "
 
 @contextlib.contextmanager
 def _explaining_leaks(equation: JaxprEqn) -> Iterator[None]:
-    """Says which function has a rule that needs an array which is no more."""
+    """Names the function whose rule needs an array that no longer exists."""
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
@@ -364,10 +363,10 @@ def _explaining_leaks(equation: JaxprEqn) -> Iterator[None]:
 
 
 def _refuse_leaks(run: Run, equation: JaxprEqn, closed: ClosedJaxpr) -> None:
-    """Raises where the program of a rule holds what the function was traced with.
+    """Raises if the program of a rule contains a tracer of the finished outer trace.
 
-    Under `jax.jit` JAX takes it for an array of the function around, and says much
-    later, or not at all where a program is compiled ahead of time, that it is none.
+    Under `jax.jit` JAX takes it for an array of the function around, and raises much
+    later, or not at all where a program is compiled ahead of time.
     """
     traced = [found for found in (ref() for ref in run.traced) if found is not None]
     if any(constant is array for constant in closed.consts for array in traced):
@@ -384,14 +383,14 @@ def _leak(equation: JaxprEqn) -> jax.errors.UnexpectedTracerError:
 
 
 def _named(equation: JaxprEqn) -> str:
-    """The name of a function with a rule, and where it stands."""
+    """Returns the name of a function with a rule, and its source line."""
     info = open_jaxpr(program_of(equation)).debug_info
     name, _, place = info.func_src_info.partition(" at ")
     return f"`{name}` at {place}" if place else f"`{name}`"
 
 
 def rewrite_custom_vmap(case: Case) -> list[Value]:
-    """A function with a rule for `vmap`."""
+    """Rewrites a function with a rule for `vmap`."""
     own, equation = _OwnRule(case), case.equation
     function = jax.custom_batching.custom_vmap(own.function)
 
@@ -409,10 +408,10 @@ def rewrite_custom_vmap(case: Case) -> list[Value]:
 
 
 def rewrite_remat_opt(case: Case) -> list[Value]:
-    """A forward rule, in whose place the function itself runs if that is enough.
+    """Rewrites a forward rule that is replaced by the function where that is enough.
 
-    So JAX does with `defvjp(..., optimize_remat=True)` where nobody needs what the rule
-    saves, as in the forward pass of something that is recomputed.
+    JAX does so with `defvjp(..., optimize_remat=True)` where the rule's residuals are
+    not needed, as in the forward pass of a recomputed region.
     """
     own, params, operands = _OwnRule(case), case.equation.params, case.operands
     count, saved = params["num_consts"], params["num_res"]

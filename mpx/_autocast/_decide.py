@@ -1,9 +1,10 @@
-"""Deciding on the precision of one equation.
+"""Decides on the precision of one equation, and records or checks the decision.
 
-The rule: matrix products and convolutions compute in half precision, what moves numbers
-keeps the precision that they have, and everything else computes in float32. A
-user's rule comes first (`apply_rules`). What a recipe makes of a half-precision product
-is in `_products`.
+The rule: matmuls and convolutions compute in half precision, data movement keeps the
+precision of its input, and everything else computes in float32. A user's rule comes
+first (`apply_rules`). `_products` decides how a recipe quantizes a half-precision
+matmul. Notes record each decision in the emitted program, for `mpx.explain`; strict
+mode turns cases that are otherwise only reported into errors.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ from ._demand import (
 
 
 class Reason(enum.Enum):
-    """Why an operation is computed in the precision it is computed in."""
+    """Why an operation is computed in its precision."""
 
     PRODUCT = "a matmul or convolution"
     BETWEEN = "float32 between matmuls"
@@ -81,14 +82,15 @@ ON_ONE_DEVICE = "it sums over an axis of `jax.vmap`"
 
 
 class Choice(NamedTuple):
-    """What was chosen for an equation.
+    """The decision on an equation.
 
     Attributes:
         kind: The class of its primitive.
-        reason: Why.
-        dtype: What its operands are cast to; None leaves each in its declared dtype.
+        reason: The reason.
+        dtype: The dtype that its operands are cast to; None leaves each in its declared
+            dtype.
         rule: The user's rule that was applied, or None.
-        recipe: How a product is quantized, or None.
+        recipe: The recipe that quantizes a product, or None.
         detail: More about the reason.
     """
 
@@ -110,15 +112,15 @@ class Choice(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An equation that is being emitted, and all that is known of it.
+    """An equation that is being emitted, with all that is known about it.
 
     Attributes:
         run: The run.
-        place: Where it stands.
+        place: Its place in the program.
         equation: The equation.
         operands: Its operands.
-        demands: What the users of each of its results read.
-        ahead: The plan of the program that it stands in.
+        demands: The demands of the users of each of its results.
+        ahead: The demands of the program that contains it.
     """
 
     run: Run
@@ -130,7 +132,7 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> Settings:
-        """What holds where it stands."""
+        """The settings that apply to it."""
         return self.place.settings
 
     @property
@@ -140,7 +142,7 @@ class Case(NamedTuple):
 
     @property
     def demand(self) -> Demand:
-        """What the users of its results read."""
+        """The demand of all users of its results together."""
         return together(self.demands)
 
     @property
@@ -151,7 +153,7 @@ class Case(NamedTuple):
 
     @property
     def candidate(self) -> Candidate:
-        """What a rule is asked about."""
+        """The operation in the form that rules are matched against."""
         return Candidate(
             primitive=self.name,
             kind=properties(self.name).kind,
@@ -163,7 +165,7 @@ class Case(NamedTuple):
         )
 
     def with_recipe(self, recipe: AbstractRecipe) -> "Case":
-        """The same, where another recipe holds."""
+        """Returns the same case under another recipe."""
         settings = dataclasses.replace(self.settings, recipe=recipe)
         return self._replace(place=dataclasses.replace(self.place, settings=settings))
 
@@ -175,16 +177,16 @@ class Case(NamedTuple):
 
 
 def apply_rules(case: Case) -> tuple[Case, Rule | None]:
-    """What the user's rules make of a case.
+    """Finds the user's rule for a case, and applies it if it names a recipe.
 
-    A rule that names a recipe changes what holds here, and leaves the rest to autocast.
-    One that asks for low precision says nothing where no recipe holds.
+    A rule that names a recipe changes the settings here, and leaves the choice to
+    autocast. A rule for low precision has no effect where no recipe is active.
 
     Args:
-        case: The case, in whose run a rule that holds counts as used.
+        case: The case; a rule that matches is noted as used in its run.
 
     Returns:
-        The case, and the rule, which says a precision or a rewriting function.
+        The case, and the rule if it has a precision or a rewriting function, else None.
     """
     rules = case.settings.rules
     if not rules.rules or not case.settings.is_enabled:
@@ -201,11 +203,11 @@ def apply_rules(case: Case) -> tuple[Case, Rule | None]:
 
 
 def choose(case: Case, rule: Rule | None = None) -> Choice:
-    """Chooses the precision of an equation that holds no program.
+    """Chooses the precision of an equation that contains no program.
 
     Args:
         case: The equation.
-        rule: The user's rule for it, which says no rewriting function.
+        rule: The user's rule for it, without a rewriting function.
 
     Returns:
         The choice.
@@ -239,10 +241,10 @@ def _dtype_by_rule(case: Case, precision: Precision) -> np.dtype | None:
 
 
 def _dtype_as_it_comes(case: Case) -> np.dtype:
-    """Float32 if an operand was computed in float32, or none in half precision."""
+    """Returns the one dtype that operands were computed in, otherwise float32."""
     computed = [v for v in case.castable if not v.facts.is_declared or v.dtype != FULL]
     dtypes = {v.dtype for v in computed}
-    # float16 and bfloat16 have only float32 in common.
+    # The only common dtype of float16 and bfloat16 is float32.
     return dtypes.pop() if len(dtypes) == 1 else FULL
 
 
@@ -263,17 +265,17 @@ def _choose_product(case: Case) -> Choice:
 
 
 def is_product_of_castable(equation: JaxprEqn) -> bool:
-    """Whether a product's factors, and its result, are ones that autocast may cast.
+    """Returns whether autocast may cast a product's factors and its result.
 
-    JAX multiplies bfloat16 with float64 as they are, and the sum of two that are half
-    may be asked for in float64: what follows would find another dtype than it was
-    traced with.
+    JAX multiplies bfloat16 with float64 uncast, and a product of two half-precision
+    operands may accumulate in float64: the operations after it would get another dtype
+    than the one they were traced with.
 
     Args:
-        equation: The product; operands of integers are indices.
+        equation: The product; its integer operands are indices.
 
     Returns:
-        Whether all are.
+        True if all may be cast.
     """
     factors = [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
     return all(is_castable(aval_of(a)) for a in (*factors, *equation.outvars))
@@ -281,7 +283,7 @@ def is_product_of_castable(equation: JaxprEqn) -> bool:
 
 def _kind(atom: Atom) -> np.dtype:
     dtype = aval_of(atom).dtype
-    # Those of keys are classes of JAX.
+    # Dtypes of random keys are classes of JAX.
     return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
 
 
@@ -298,14 +300,14 @@ def _choose_elementwise(case: Case) -> Choice:
     half = next(iter(halves), case.settings.dtype)
     is_computed = not all(v.facts.is_declared for v in values)
     if is_computed and len(halves) < 2 and case.demand == Demand.HALF:
-        # Nothing is lost if what was computed in float32 is rounded before.
+        # Nothing is lost if a float32 value is rounded before the selection.
         if only_picks(case.equation):
             return Choice(kind, Reason.ROUNDED, half)
     return Choice(kind, Reason.BETWEEN, FULL)
 
 
 def _adds_to_stream(case: Case, values: list[Value]) -> bool:
-    """Whether an equation adds to a residual stream that is to be half precision."""
+    """Returns whether an equation adds to a half-precision residual stream."""
     if any(v in case.ahead.residuals for v in case.equation.outvars):
         return True
     # In the first block the stream is an argument; a parameter would be a bias.
@@ -316,17 +318,13 @@ def _adds_to_stream(case: Case, values: list[Value]) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------
-# What autocast says of what it decides: notes for who asks, errors if it is strict.
+# --- Notes ----------------------------------------------------------------------------
 #
-# While somebody takes notes, each emitted equation stands in a named scope of its own,
-# whose text says what was decided. So the decision is found in the finished program, on
-# every equation that came of it: also in what autodiff made of it, in the bodies of
-# loops, and in programs that `jax.jit` had traced before. Without `mpx.explain` nothing
-# is noted and nothing is spent on it; a program that was traced without notes is traced
-# anew.
-#
-# In strict mode what happens by accident, or without mpx knowing it, is an error.
+# While notes are taken, each emitted equation is in a named scope of its own whose text
+# contains the decision. So the decision is found on every equation of the finished
+# program that comes from it: also after autodiff, in the bodies of loops, and in
+# programs that `jax.jit` had traced before. Without `mpx.explain` nothing is noted, at
+# no cost; a program that was traced without notes is traced again.
 
 RESULT = "a result keeps its declared dtype"
 CARRY = "a loop's carry keeps its declared dtype"
@@ -335,18 +333,18 @@ USED = "its uses read half precision"
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What was decided for the equation that another one was emitted for.
+    """The decision on an equation, attached to each equation emitted for it.
 
     Attributes:
-        primitive: The primitive of the equation as it was written.
+        primitive: The primitive of the original equation.
         kind: The class of the primitive: `half`, `full`, ...
-        precision: What was chosen: `half`, `full` or `declared`.
-        reason: Why, in words.
-        weight: Of a quantized product, the path of its weight; "" of others.
-        rule: The rule of the user's that was applied; "" if none was.
-        path: Of a quantized product how it is computed, as `path_of` says; else "".
-        formats: What it is multiplied in, and its derivatives: `formats_of`.
-        platform: That of the device that is compiled for, where it is known.
+        precision: The chosen precision: `half`, `full` or `declared`.
+        reason: The reason, in words.
+        weight: The path of a quantized product's weight; "" for other operations.
+        rule: The user's rule that was applied, or "".
+        path: How a quantized product is computed, by `path_of`; "" for others.
+        formats: The formats that it and its derivatives multiply in: `formats_of`.
+        platform: The platform of the target device, if it is known.
     """
 
     primitive: str
@@ -361,25 +359,25 @@ class Note:
 
     @property
     def without_units(self) -> bool:
-        """Whether it is quantized, and no units multiply it: see `formats_of`."""
+        """Whether it is quantized but uses no low-precision units: see `formats_of`."""
         return bool(self.path) and not self.formats[0]
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it is computed as on a CPU."""
+        """Whether it is emulated, as on a CPU."""
         return self.path == Path.EMULATED.value
 
     @property
     def is_switched_off(self) -> bool:
-        """Whether it stands in a region that the user switched off."""
+        """Whether it is in a region with `enabled=False`."""
         return self.reason == Reason.REGION.value
 
 
 @contextlib.contextmanager
 def taking_notes() -> Iterator[list[str]]:
-    """In this thread, autocast writes notes on what it emits.
+    """Makes autocast write notes on what it emits, in this thread.
 
-    Gives the list to which it adds the user's rules that held for no operation.
+    Yields the list of the user's rules that matched no operation.
     """
     unused: list[str] = []
     with with_unkeyed(unused_rules=unused), with_ambient(takes_notes=True):
@@ -387,7 +385,7 @@ def taking_notes() -> Iterator[list[str]]:
 
 
 def note_unused(rules: Iterable[Rule]) -> None:
-    """Notes rules that held for no operation, if somebody takes notes."""
+    """Notes rules that matched no operation, if notes are taken."""
     unused = unkeyed().unused_rules
     if unused is not None:
         unused += [text for rule in rules if (text := str(rule)) not in unused]
@@ -401,7 +399,7 @@ def noted(
     formats: tuple[str, str] = ("", ""),
     platform: str = "",
 ) -> contextlib.AbstractContextManager[object]:
-    """What is emitted inside was decided so."""
+    """Returns a context that attaches a decision to what is emitted inside."""
     if not ambient().takes_notes:
         return contextlib.nullcontext()
     kind = choice.kind.value
@@ -416,7 +414,7 @@ def noted(
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:
-    """What is emitted inside casts back to a dtype that the program declares."""
+    """Returns a context that notes a cast back to a declared dtype."""
     if not ambient().takes_notes:
         return contextlib.nullcontext()
     return _write(Note("convert_element_type", "convert", "declared", reason))
@@ -424,22 +422,22 @@ def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:
 
 @dataclasses.dataclass(frozen=True)
 class IslandNote:
-    """What recomputing an island saves.
+    """The memory that recomputing an island saves.
 
     Attributes:
-        before: The bytes that autodiff would keep of it.
-        after: Those that are kept.
-        name: Sets it apart from others.
+        before: The bytes of residuals that autodiff would save for it.
+        after: The bytes of residuals that are saved.
+        name: A unique name.
     """
 
     before: int
     after: int
-    # JAX compares scopes as texts: two islands that save the same would be one.
+    # JAX compares scopes as strings: islands that save the same would be taken for one.
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 def noted_island(note: IslandNote) -> contextlib.AbstractContextManager[object]:
-    """What is emitted inside is an island that is recomputed."""
+    """Returns a context that marks what is emitted inside as a recomputed island."""
     return _write(note)
 
 
@@ -452,29 +450,31 @@ _SCALING = "the loss is scaled here"
 
 
 def noted_scaling() -> contextlib.AbstractContextManager[object]:
-    """What is computed inside is the scaled loss."""
+    """Returns a context that marks what is computed inside as the scaled loss."""
     if not ambient().takes_notes:
         return contextlib.nullcontext()
     return data_scope("mpx-loss-scaling", _SCALING)
 
 
 def is_scaling_note(scope: str) -> bool:
-    """Whether the name of a scope says that a loss is scaled there."""
+    """Returns whether the name of a scope marks a scaled loss."""
     return data_of(scope, str) == _SCALING
 
 
 def read_note(scope: str) -> Note | IslandNote | None:
-    """The note that the name of a scope carries, if it does."""
+    """Returns the note that the name of a scope carries, or None."""
     return data_of(scope, Note) or data_of(scope, IslandNote)
 
 
 # --- Strict mode ----------------------------------------------------------------------
+#
+# In strict mode, accidental behaviour is an error, and so is an unknown primitive.
 
 _CALL = "`mpx.autocast(..., strict=True)`"
 
 
 def refuse_unknown(case: Case, choice: Choice) -> None:
-    """Raises for a primitive that mpx does not know."""
+    """Raises if mpx does not know the primitive."""
     if choice.reason is Reason.UNKNOWN:
         raise NotImplementedError(
             f"{_CALL} found the unknown primitive `{case.name}`{case.where}. Pass a "
@@ -484,7 +484,7 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
 
 
 def refuse_slow(case: Case, product: AbstractProduct) -> None:
-    """Raises where a recipe is emulated on the device that is compiled for."""
+    """Raises if a product's recipe is emulated on the target device."""
     path, why = path_of(product)
     if Path(path) not in UNITS:
         raise ValueError(
@@ -495,16 +495,16 @@ def refuse_slow(case: Case, product: AbstractProduct) -> None:
         )
 
 
-# Rules that held for an operation somewhere, or were warned of.
+# Rules that matched an operation in some function, or were warned about.
 _known: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
 def warn_of_unused(rules: Rules, used: Set[Rule]) -> None:
-    """Warns once of a rule whose scope or parameter is nowhere, as in a typo.
+    """Warns once of a rule whose scope or parameter does not exist, as in a typo.
 
-    Rules that held in another function are fine: training and evaluation share them.
-    One with `when` may be about sizes that are not here, and one with a primitive only
-    is about whatever program comes.
+    Rules that matched in another function are fine: training and evaluation share them.
+    A rule with `when` may be about sizes that do not occur here, and one with only a
+    primitive applies to any program.
     """
     unused = [
         str(rule)
@@ -525,12 +525,12 @@ def warn_of_unused(rules: Rules, used: Set[Rule]) -> None:
 
 
 def expect_unused(rule: Rule) -> None:
-    """Nobody is warned of this rule: it is tried, and not the user's."""
+    """Suppresses the warning for a rule that mpx tries itself."""
     _known.add(rule)
 
 
 def refuse_unused(rules: Rules, used: Set[Rule]) -> None:
-    """Raises for rules that held for no operation."""
+    """Raises if a rule matched no operation."""
     unused = [str(rule) for rule in rules.rules if rule not in used]
     if unused:
         raise ValueError(

@@ -1,13 +1,13 @@
-"""Demands: in which precision the users of each value read it.
+"""Demands: the precision in which the users of each value read it.
 
-They travel from the end of a program to its beginning, and say what may be stored in
-half precision, and what must not be moved so:
+They flow from the end of a program to its beginning, and decide which values may be
+stored in half precision, and which must not be moved in it:
 
-- Where all users cast a value to half precision, what only picks numbers (relu, max
-  pooling, a mask) picks rounded ones: the same, in half the bytes.
+- Where all users cast a value to half precision, operations that only select values
+  (relu, max pooling, a mask) select rounded ones: the same values in half the bytes.
 - Where a user reads a value in float32, it is moved (sliced, transposed) in float32,
-  although a product gave it in half precision: so the gradients of its parts are summed
-  in float32, where those that nearly cancel leave a right rest.
+  even if a product returned it in half precision. So the gradients of its parts are
+  summed in float32, and those that nearly cancel leave a correct difference.
 """
 
 import enum
@@ -57,23 +57,23 @@ class Demand(enum.Flag):
 
 UNREAD, BOTH = Demand(0), Demand.HALF | Demand.FULL
 
-# What is wanted of each result of a program, or of an equation.
+# The demand on each result of a program, or of an equation.
 Wanted = tuple[Demand, ...]
 
 
 class Demands(NamedTuple):
-    """The demands for the values of a program.
+    """The demands on the values of a program.
 
     Attributes:
         dtype: The half precision that is computed in around the program.
-        jaxpr: The program, held so that its identity stays its own.
-        demands: For each variable that somebody uses.
-        readers: How many operands and results of the program each variable is.
+        jaxpr: The program, held so that its id stays unique.
+        demands: The demand on each variable that is used.
+        readers: How often each variable is an operand, or a result of the program.
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
         moved_weights: The inputs that are read in half precision, and that an equation
-            moves, or a program within, which may: stacks of weights perhaps.
+            moves, or an inner program may move: stacks of weights perhaps.
     """
 
     dtype: np.dtype
@@ -87,39 +87,39 @@ class Demands(NamedTuple):
 
     @property
     def inputs(self) -> Wanted:
-        """What is read of each input."""
+        """The demand on each input."""
         return tuple(map(self.demand, self.jaxpr.invars))
 
     def demand(self, variable: Var) -> Demand:
-        """What the users of a variable read."""
+        """Returns the demand of a variable's users."""
         return self.demands.get(variable, UNREAD)
 
     def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> Wanted:
-        """What is read of the results of an equation that computes in a dtype."""
+        """Returns the demands on the results of an equation, computed in a dtype."""
         demands = map(self.demand, equation.outvars)
         return tuple(_seen_from(dtype, demand, self.dtype) for demand in demands)
 
     def is_shared(self, variable: Var) -> bool:
-        """Whether several read a value, some of them in float32."""
+        """Returns whether a value has several uses, some of them in float32."""
         is_read_full = Demand.FULL in self.demand(variable)
         return is_read_full and self.readers.get(variable, 0) > 1
 
     def is_read_once(self, atom: Atom) -> bool:
-        """Whether a value of the program has one user."""
+        """Returns whether a value of the program has one use."""
         return not isinstance(atom, Literal) and self.readers.get(atom) == 1
 
 
 def together(demands: Sequence[Demand]) -> Demand:
-    """What is read of several values."""
+    """Returns the joint demand on several values."""
     return functools.reduce(operator.or_, demands) if demands else UNREAD
 
 
 def demand_for(aval: Aval, half: np.dtype) -> Demand:
-    """The demand of somebody who will cast to the dtype of a type.
+    """Returns the demand of a cast to the dtype of a type.
 
     Args:
         aval: The type.
-        half: The half precision that is computed in. The other one has digits, or a
+        half: The half precision that is computed in. The other one has precision, or
             range, that this one lacks.
     """
     if not is_castable(aval):
@@ -128,17 +128,17 @@ def demand_for(aval: Aval, half: np.dtype) -> Demand:
 
 
 def demands_for(avals: Iterable[Aval], half: np.dtype) -> Wanted:
-    """The demands of somebody who will cast to the dtypes of types."""
+    """Returns the demands of casts to the dtypes of types."""
     return tuple(demand_for(aval, half) for aval in avals)
 
 
 def _seen_from(dtype: np.dtype, demand: Demand, half: np.dtype) -> Demand:
-    """A demand where another half precision is computed in."""
+    """Converts a demand to a region that computes in another half precision."""
     return demand if dtype == half or not demand else Demand.FULL
 
 
 def half_dtype_of(equation: JaxprEqn, settings: Settings) -> np.dtype:
-    """The user's own half precision if all operands have it, else that of autocast."""
+    """Returns the half precision of all operands if they share one, else autocast's."""
     avals_of = [aval for aval in avals(equation.invars) if is_castable(aval)]
     dtypes = {aval.dtype for aval in avals_of}
     if len(dtypes) == 1 and FULL not in dtypes:
@@ -153,22 +153,22 @@ def demands_of(
     are_declared: tuple[bool, ...],
     results: Wanted,
 ) -> Demands:
-    """Makes the plan of a program.
+    """Determines the demands on the values of a program.
 
     Args:
-        run: The run, which keeps plans.
-        settings: What holds around the program.
+        run: The run, which caches them.
+        settings: The settings around the program.
         jaxpr: The program, open or closed.
         are_declared: For each input whether it is a declared value.
-        results: What is wanted of each result.
+        results: The demand on each result.
 
     Returns:
-        The plan.
+        The demands.
     """
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
         return Demands(settings.dtype, jaxpr, {}, {})
-    # The plan holds its program, so the id is that of no other one.
+    # The cached demands hold their program, so the id is unique.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
     if made is None:
@@ -178,13 +178,13 @@ def demands_of(
 
 
 class _DemandFlow(BackwardFlow[Demand]):
-    """How demands travel through one program; those within it have plans of their own.
+    """The flow of demands through one program; inner programs have their own.
 
     Attributes:
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products.
-        moved: What an equation moves, or a program within, which may.
+        moved: The operands that an equation moves, or an inner program may move.
     """
 
     nothing = UNREAD
@@ -205,7 +205,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.makers = makers_of(jaxpr)
 
     def plan(self, results: Wanted) -> Demands:
-        """The plan of the program."""
+        """Returns the demands on the values of the program."""
         demands = backward(self._jaxpr, results, self)
         moved = (v for v in self._jaxpr.invars if v in self.moved)
         return Demands(
@@ -220,15 +220,15 @@ class _DemandFlow(BackwardFlow[Demand]):
         )
 
     def is_declared(self, atom: Atom) -> bool:
-        """Whether a value of the program is an input or a constant, moved perhaps."""
+        """Returns whether a value is an input or a constant, moved perhaps."""
         return isinstance(atom, Literal) or atom in self._declared
 
     def operands(
         self, equation: JaxprEqn, results: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """What an equation wants of its operands."""
+        """Returns the demands of an equation on its operands."""
         here = self._settings.at(scope_names(equation))
-        # Both ways across the border of a region.
+        # Convert in both directions at the border of a region.
         if here.dtype == self._settings.dtype:
             return self._operands(equation, here, results)
         results = [_seen_from(here.dtype, d, self._settings.dtype) for d in results]
@@ -242,8 +242,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         is_full = bool(results) and results[0] == Demand.FULL
         is_half = here.residual_stream == "half" and here.is_enabled
         if not any(declared) and self._is_residual(equation, is_full, is_half):
-            # `backward` asks for each equation once, when all that its users read is
-            # known.
+            # `backward` calls this once per equation, when the demands of all users
+            # are known.
             self.residuals.update(equation.outvars)
             found = (looked_up(a, self.makers) for a in equation.invars)
             self.beginnings.update(v for v in found if v is not None)
@@ -258,7 +258,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             return _operand_demands(here, equation, results)
         found = [UNREAD] * len(equation.invars)
         for sub in sub_jaxprs(equation):
-            if sub.role == "condition":  # of a loop: it is planned on its own
+            if sub.role == "condition":  # of a loop: it has demands of its own
                 continue
             inputs = self._inputs_of(sub, here, declared, results)
             for place, demand in zip(sub.operands, inputs, strict=True):
@@ -273,7 +273,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             and is_castable(aval_of(equation.outvars[0]))
         ):
             return False
-        # What is added to a stream that is half precision may be so, too; no loss.
+        # An addition to a half-precision stream may be half, too, without loss.
         branches = equation.invars
         return not is_half or any(is_made_of_product(a, self.makers) for a in branches)
 
@@ -284,13 +284,13 @@ class _DemandFlow(BackwardFlow[Demand]):
         declared: tuple[bool, ...],
         results: Sequence[Demand],
     ) -> Sequence[Demand]:
-        """What a program within wants: of what a loop carries, its declared dtype."""
+        """Returns an inner program's demands; a loop's carry has its declared dtype."""
         variables = sub.jaxpr.invars
         wanted = [UNREAD if i is None else results[i] for i in sub.results]
         inside = [i is not None and declared[i] for i in sub.operands]
         for output, where in sub.carried:
             wanted[output] = demand_for(aval_of(variables[where]), settings.dtype)
-            # Declared it may be before the first turn only.
+            # It may be declared before the first iteration only.
             inside[where] = False
         made = demands_of(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
         inputs = list(made.inputs)
@@ -301,13 +301,13 @@ class _DemandFlow(BackwardFlow[Demand]):
     def transfer(
         self, equation: JaxprEqn, results: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """What an operation wants of its operands."""
+        """Returns the demands of an operation on its operands."""
         return _operand_demands(self._settings, equation, results)
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
-    # What is declared here must be so when it is emitted (`_move`, `_join` and
-    # `_convert` of `_emit`): residual additions are found by it.
+    # A value declared here must be so when it is emitted (`_move` and `_join` of
+    # `_emit`, `converted` of `_rewrites`): residual additions are found by it.
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:
@@ -322,7 +322,7 @@ def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
         elif properties_of.program:
             inputs = tuple(isinstance(a, Literal) or a in known for a in atoms)
             inner = open_jaxpr(program_of(equation))
-            if any(inputs) and len(inner.eqns) < 8:  # only ones that do little but move
+            if any(inputs) and len(inner.eqns) < 8:  # only ones that do little else
                 found = _declared_variables(inner, inputs)
                 known.update(
                     outer
@@ -335,7 +335,7 @@ def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
 def _operand_demands(
     settings: Settings, equation: JaxprEqn, outputs: Sequence[Demand]
 ) -> tuple[Demand, ...]:
-    """What an operation reads of its operands."""
+    """Returns the demands of an operation on its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if not settings.rules.looks_ahead:
         return (UNREAD,) * count
@@ -366,7 +366,7 @@ def _operand_demands(
 
 
 def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:
-    """Whether a product casts its operands, whatever they turn out to be."""
+    """Returns whether a product certainly casts its operands to half precision."""
     return (
         not is_multiplication(equation)
         and not asks_for_precision(equation.params.get("precision"))
@@ -375,7 +375,7 @@ def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:
 
 
 def _is_of_half(equation: JaxprEqn, settings: Settings) -> bool:
-    """Whether an operation cast to half precision has the one that holds here."""
+    """Returns whether an operation cast to half precision gets the active one."""
     are_castable = all(map(is_castable, avals(equation.invars[:2])))
     return are_castable and half_dtype_of(equation, settings) == settings.dtype
 
@@ -385,13 +385,13 @@ _HIGHEST = ("highest", "float32", "fp32")
 
 
 def asks_for_precision(precision: object) -> bool:
-    """Whether the program asks for more of a product than JAX's present default."""
+    """Returns whether the program sets a higher precision than JAX's default."""
     if precision is None:
         return False
     if not isinstance(precision, tuple):
         return True  # an algorithm, which belongs to certain dtypes
-    # Set for the whole program by `jax.default_matmul_precision`, it says nothing of
-    # this product.
+    # Set for the whole program by `jax.default_matmul_precision`, it does not mark this
+    # product.
     config: Any = jax.config
     if config.jax_default_matmul_precision in _HIGHEST:
         return False

@@ -1,9 +1,9 @@
-"""Emitting a program again, equation by equation, each in its precision.
+"""Emits a program again, equation by equation, each in its precision.
 
-`evaluate` walks one program. Equations that hold a program of their own are rewritten
-by the functions that the run was given (`_control_flow`, `_custom_rules`); islands are
-emitted by `_rematerialize`; everything else is bound here, after casting its operands
-to what `_decide` says.
+`evaluate` walks one program. Equations that contain a program are rewritten by the
+functions of the run (`_control_flow`, `_loops`, `_custom_rules`); islands are emitted
+by `_rematerialize`; everything else is bound here, after its operands are cast as
+`_decide` chose.
 """
 
 import contextlib
@@ -95,10 +95,10 @@ def evaluate(
 
     Args:
         run: The run.
-        place: Where the program stands.
+        place: The place of the program.
         program: The program.
         operands: Its inputs.
-        results: What is wanted of each of its results.
+        results: The demand on each of its results.
 
     Returns:
         Its results.
@@ -115,7 +115,7 @@ def evaluate(
     for variable in jaxpr.invars:
         values[variable] = for_readers(variable, values[variable], ahead, alone)
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
-        # A parameter without a path, so no data: a recipe quantizes no product with it.
+        # A parameter without a path, so not data: its products are not quantized.
         values[variable] = declared(array, parameter="")
 
     def emit(place: Place, equation: JaxprEqn, values: Values) -> None:
@@ -148,7 +148,7 @@ def evaluate(
 
 
 def evaluate_within(case: Case, program: Jaxpr | ClosedJaxpr) -> list[Value]:
-    """Emits a program that an equation holds, in the place of the equation."""
+    """Emits an equation's program in the place of the equation."""
     return evaluate(case.run, case.place, program, case.operands, case.demands)
 
 
@@ -159,7 +159,7 @@ def _read(values: Values, atom: Atom) -> Value:
 def _parts(
     run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Var]
 ) -> Sequence[JaxprEqn | Island]:
-    """The equations of a program, those of islands together."""
+    """Returns the equations of a program, with islands grouped."""
     is_whole = place.has_own_rule or place.is_recomputed
     if is_whole or place.settings.residuals is None:
         return jaxpr.eqns
@@ -206,7 +206,7 @@ def _emit(case: Case) -> list[Value]:
 
 
 def _emit_move(case: Case) -> list[Value]:
-    """Emits what moves data, weights between devices, too."""
+    """Emits an operation that moves data, weights between devices included."""
     stored = None
     if case.run.uses.wire or case.run.uses.payloads:
         stored = moved_payload(case)
@@ -225,8 +225,8 @@ def _emit_move(case: Case) -> list[Value]:
 def _emit_decided(case: Case) -> list[Value]:
     """Decides on one operation and binds it.
 
-    A recipe has its say last, for it takes only what would be a product in half
-    precision, or what a rule asks for by `Precision.LOW`.
+    A recipe applies last: it quantizes only products that would be in half precision,
+    or that a rule selects by `Precision.LOW`.
     """
     rule = None
     if case.settings.rules.rules:
@@ -262,17 +262,17 @@ def _target(case: Case) -> Target:
 
 
 def _noted(case: Case, choice: Choice) -> contextlib.AbstractContextManager[object]:
-    """What is emitted inside was decided so."""
+    """Returns a context that notes a choice on what is emitted inside."""
     if not case.run.uses.notes:
         return contextlib.nullcontext()
     return noted(case.name, choice, platform=_target(case).platform)
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
-    """Binds an equation to what the user's function says.
+    """Binds an equation as the user's rewriting function returns it.
 
-    A result that autocast cannot carry on, such as half precision in the place of
-    float64, goes back to the dtype that the program declares.
+    A result that autocast cannot handle, such as half precision in the place of
+    float64, is cast back to its declared dtype.
     """
     operands = [v.array for v in case.operands]
     arrays, params = rule._rewritten(case.candidate, operands)
@@ -291,27 +291,27 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
 
 
 def _rounded(place: Place, value: Value) -> Value:
-    """The beginning of a residual stream that is to be in half precision."""
+    """Rounds the beginning of a residual stream, if half precision is enabled."""
     is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
     return stream(value.cast(place.settings.dtype)) if is_half else value
 
 
 def _join(case: Case) -> list[Value]:
-    """Puts declared values side by side: the result is one, too."""
+    """Joins declared values into one that is declared, too."""
     bound = bind_equation(case.equation, *(v.array for v in case.operands))
     origin = _origin_of_all(case.castable)
     return [Value(x, declared(x).facts._replace(origin=origin)) for x in bound]
 
 
 def _move(case: Case) -> list[Value]:
-    """Moves data in the precision that it has.
+    """Moves data in its present precision.
 
-    What was computed in half precision is read in float32 where a user wants it so, and
-    where it may be read more often than it is long: so gradients are summed in float32.
+    A value computed in half precision is read in float32 where a user reads it so, and
+    where elements may be read repeatedly: so gradients are summed in float32.
     """
     name, equation, operands = case.name, case.equation, case.operands
     known, demand = properties(name), case.demand
-    # Bound, a number would be an array like any other. A barrier may be of nothing.
+    # Bound, a constant would become an array. A barrier may have no operands.
     if not operands or (name == "stop_gradient" and operands[0].is_constant):
         return operands
     if known.is_barrier and len(operands) == 1 and operands[0].is_shared:
@@ -325,8 +325,8 @@ def _move(case: Case) -> list[Value]:
         is_repeated = repeats and (
             name == "gather" or count(result.shape) > count(first.shape)
         )
-        # Barriers are for what is stored or sent: a name, a sharding, another device.
-        # And what only turns the whole of a value sums no gradients.
+        # Barriers are for stored or communicated values: a name, a sharding, another
+        # device. Rearranging a whole value sums no gradients.
         is_only_reader = all(map(case.ahead.is_read_once, equation.invars))
         stays = known.is_barrier or (known.rearranges and is_only_reader)
         is_read = Demand.FULL in demand and not stays
@@ -337,8 +337,8 @@ def _move(case: Case) -> list[Value]:
         bound = [look_up(equation, *arrays)]
     else:
         bound = bind_equation(equation, *arrays)
-    # Several operands give one result where the others say what is moved, and as many
-    # results where each is moved by itself (`optimization_barrier`).
+    # Several operands give one result where the others are indices and the like, and
+    # one result each where all are moved (`optimization_barrier`).
     is_parallel = len(bound) == len(operands)
     results = []
     for i, (array, variable) in enumerate(zip(bound, equation.outvars, strict=True)):
@@ -351,10 +351,10 @@ def _move(case: Case) -> list[Value]:
         facts, slots = source.facts, source.slots
         if source.is_computed_in_half and array.dtype == FULL:
             facts = facts._replace(is_stored_in_half=True)
-        if name == "gather":  # rows of a table, whoever learned them
+        if name == "gather":  # rows of a table, even of a parameter
             facts = Facts(is_declared=facts.is_declared)
         if slots is not None and name not in MARKS:
-            # Numbers of several arrays may be put together.
+            # Several arrays may be joined.
             numbers = [v for v in operands if is_castable(jax.typeof(v.array))]
             slots = slots.moved(is_mixed=len(numbers) > 1)
         stored = source.stored if name in MARKS else None
@@ -363,18 +363,18 @@ def _move(case: Case) -> list[Value]:
 
 
 def _stored(equation: JaxprEqn, value: Value) -> Value:
-    """What a barrier stores or sends in half precision, with gradients in float32."""
+    """Stores or sends a value in half precision, with its gradient in float32."""
     both = value.array, value.cast(FULL)
     half, wide = (bind_equation(equation, x)[0] for x in both)
     facts = value.facts._replace(is_stored_in_half=True)
     return Value(of_float32(half, wide), facts, slots=value.slots)
 
 
-# --- Binding one equation in the precision that was chosen ----------------------------
+# --- Binding one equation in the chosen precision -------------------------------------
 
 
 def _emit_operation(case: Case, choice: Choice) -> list[Value]:
-    """Casts operands as it was chosen, and binds an equation."""
+    """Casts operands to the chosen dtype, and binds an equation."""
     if case.place.has_wide_loop:
         return emit_wide(case, choice, _emit_operation)
     equation = case.equation
@@ -395,7 +395,7 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
 
 
 def _origin_of_all(values: list[Value]) -> Origin:
-    """What comes of values is a weight, or a constant, if all of them are that."""
+    """Returns the joint origin: weight or constant if all values are, else data."""
     origins = {v.facts.origin for v in values}
     if not origins or not origins <= _FIXED:
         return Origin.DATA
@@ -403,11 +403,11 @@ def _origin_of_all(values: list[Value]) -> Origin:
 
 
 def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]:
-    """A product of operands in half precision, or of float32 ones.
+    """Binds a product in half precision, or in float32.
 
-    Half precision comes out where half precision goes in. A product of half precision
-    operands that gives float32 would have backward products of float32 with half
-    precision operands, and XLA's CPU compiler (jaxlib 0.10.2) knows not all of them.
+    Half-precision operands give half precision. With a float32 result, the backward
+    products would mix float32 with half precision, and XLA's CPU compiler (jaxlib
+    0.10.2) lacks some of these.
     """
     params = dict(case.equation.params)
     if params.get("preferred_element_type") is not None:

@@ -1,9 +1,8 @@
 """Critical operations in float32: sums, means, norms, softmax, losses.
 
 Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
-traces, what has no effects becomes a program of its own (`_forced_program`), which is
-traced once for all layers that are alike and keeps half precision for the backward
-pass.
+traces, a function without effects becomes a program (`as_program`), which is traced
+once for all equal layers and saves half precision for the backward pass.
 """
 
 import dataclasses
@@ -28,20 +27,18 @@ from .._program import Form, divide, recomputed_if_cheap
 from .._settings import call_in, refuse_uncallable, settings_of
 from ._transform import ambient_residuals
 
-# ----------------------------------------------------------------------------
-# A call as a program of its own.
+# --- A call as a program --------------------------------------------------------------
 #
-# - What is computed for several layers alike is traced and lowered once for all of them
-# (`jax.jit`), and not once for each. - Autodiff would keep the values in between.
-# Instead they are computed again in the backward pass, from what went in, where that
-# saves memory and costs only elementwise operations, sums and lookups, as autocast does
-# it.
+# - A function of several equal layers is traced and lowered once (`jax.jit`).
+# - Autodiff would save the values in between. Instead they are recomputed in the
+#   backward pass from the inputs, where that saves memory and costs only elementwise
+#   operations, sums and lookups, as in autocast.
 #
-# Neither changes a value. A call can be a program if it is a function of the arrays
-# that JAX traces in it. What else is in it, is part of the program.
+# Neither changes a value. A call can be a program if it is a function of the arrays in
+# it that JAX traces. Everything else in it is part of the program.
 #
-# Not on TPUs: their compiler recomputes on its own, and where it is told to it needs
-# more memory and traffic.
+# Not on TPUs: their compiler recomputes on its own, and needs more memory and traffic
+# with explicit recomputation.
 
 _NUMBERS = (int, float, complex, np.generic)
 _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
@@ -50,7 +47,7 @@ _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Exact:
-    """A form that is equal only to one with the very same numbers."""
+    """A form that is equal only to one with exactly the same numbers."""
 
     form: Form
     numbers: tuple[object, ...]
@@ -61,7 +58,7 @@ def _exactly(form: Form) -> _Exact:
 
 
 def _exact(leaf: object) -> object:
-    """What tells a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
+    """Distinguishes a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
     return (type(leaf), repr(leaf)) if isinstance(leaf, _NUMBERS) else None
 
 
@@ -76,17 +73,17 @@ def as_program(
     compute: np.dtype,
     result: np.dtype,
 ) -> tuple[bool, PyTree]:
-    """Does what `call_in` does as a program, if the call can be one, and shall.
+    """Does the same as `call_in`, as a program, if that is possible and useful.
 
     Args:
         func: The function, without effects.
-        args: What it is called with.
-        kwargs: By name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
         compute: The dtype to compute in.
         result: The dtype of the result.
 
     Returns:
-        Whether it could, and what it returned.
+        Whether the call was made, and its result.
     """
     arrays, form = divide((_bound(func), args, kwargs), _is_tracer)
     if not any(is_half(x.dtype) for x in arrays) or ambient_residuals() != "small":
@@ -96,13 +93,13 @@ def as_program(
         run = _run_once_for_all if _is_lasting(form) else _full_precision
         outputs, found = run(_exactly(form), weights, compute, result, arrays)
     except Exception:
-        # It needs values, or changes what is around it, or is wrong. As it is, it runs
-        # or raises the error that belongs to it.
+        # It needs values, or has effects, or is wrong. Unchanged, it runs or raises its
+        # own error.
         return False, None
     return True, found.form.filled(outputs)
 
 
-# The name is what profilers show.
+# Profilers show this name.
 def _full_precision(
     exact: _Exact,
     weights: int,
@@ -110,7 +107,7 @@ def _full_precision(
     result: np.dtype,
     arrays: list[AnyArray],
 ) -> tuple[list[AnyArray], _Exact]:
-    """Runs a program; the first so many of its arrays are weights."""
+    """Runs a program; the first `weights` of its arrays are weights."""
     found: list[_Exact] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
@@ -130,7 +127,7 @@ _run_once_for_all: Any = jax.jit(_full_precision, static_argnums=(0, 1, 2, 3))
 
 
 def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A `functools.partial`, which is equal to itself only, as a tree, which is not."""
+    """Turns a `functools.partial` into a PyTree that compares by its parts."""
     if not isinstance(func, functools.partial):
         return func
     if not all(map(_is_known, (func.func, *func.args, *func.keywords.values()))):
@@ -139,7 +136,7 @@ def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _is_lasting(form: Form) -> bool:
-    """Whether a form may be kept: equal ones come, and it holds no arrays of a call."""
+    """Returns whether a form is cacheable: equal ones recur, and it holds no arrays."""
     try:
         hash(form)
     except TypeError:
@@ -148,7 +145,7 @@ def _is_lasting(form: Form) -> bool:
 
 
 def _is_known(leaf: object) -> bool:
-    """Whether a leaf is plain, or a function that is there as long as its module."""
+    """Returns whether a leaf is plain, or a function that its module keeps."""
     if isinstance(leaf, _PLAIN):
         return True
     module = sys.modules.get(getattr(leaf, "__module__", None) or "")
@@ -163,8 +160,7 @@ def _is_known(leaf: object) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------
-
+# --- The public function --------------------------------------------------------------
 _CALL = "`mpx.force_full_precision(func, return_dtype)`"
 _FULL = np.dtype(np.float32)
 # Packages whose functions have no effects.
@@ -232,11 +228,11 @@ def force_full_precision(
 
 
 def _may_have_effects(func: object) -> bool:
-    """Whether a call may make or change parameters that it was not given.
+    """Returns whether a call may make or change parameters other than its arguments.
 
-    Flax's and Haiku's modules do, and so may any function of the user's that is called
-    by them, and any object of which JAX knows nothing. What `mpx.autocast` made may
-    depend on the step around it.
+    Flax's and Haiku's modules do, and so may any user function that they call, and any
+    object that is unknown to JAX. An autocast function may depend on the step around
+    it.
     """
     if isinstance(func, functools.partial):
         return _may_have_effects(func.func)

@@ -1,8 +1,15 @@
-"""Rewriting operations of mpx's own: see `mpx._autocast._fused`.
+"""Operations of mpx's own that autocast rewrites as one: fused operations.
 
-Rules and decisions see such an operation as one equation of a primitive that has its
-name: a product of its first operands. What it becomes has the derivatives that belong
-to the precision that was chosen, the kernel's where there is one.
+Such an operation represents several equations, and can be computed in several ways: by
+one kernel, or by products with operations between. In a program it is the equation of a
+`jax.custom_batching.custom_vmap`, in a named scope that carries the operation. So it is
+found whatever was mapped over, and can be made again in another precision. Around it is
+a call with derivative rules, which belong to one precision and are made again with it;
+its scope carries the operation, too.
+
+Rules and decisions see the operation as one equation of a primitive with its name: a
+product of its first operands. Its derivatives are those of the chosen precision, and of
+the kernel if there is one.
 """
 
 import contextlib
@@ -32,15 +39,7 @@ from ._decide import Case, Choice, Reason, apply_rules, choose, noted
 from ._emit import Rewrite, evaluate_within
 from ._stacks import emit_wide
 
-# ----------------------------------------------------------------------------
-# Operations of mpx's own that autocast takes as one.
-#
-# Such an operation stands for several equations, and can be computed in more than one
-# way: by one kernel, or by products with something in between. In a program it is the
-# equation of a `jax.custom_batching.custom_vmap`, in a named scope that carries the
-# operation; so it is found whatever was mapped over, and can be made again in another
-# precision. Around it stands a call with derivative rules, which belong to one
-# precision and are made again with it; its scope carries the operation, too.
+# --- The operation --------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,16 +47,16 @@ class FusedOperation:
     """An operation. Equal ones must have equal texts.
 
     Attributes:
-        name: What rules and reports call it.
-        factors: How many of its operands, the first, are cast to half precision.
-        text: All that tells it from others of its name, without a slash.
-        platform: The platform that its branches are for; None if that is not known.
+        name: Its name in rules and reports.
+        factors: The number of its first operands that are cast to half precision.
+        text: All that distinguishes it from others of its name, without a slash.
+        platform: The platform that its branches are for; None if unknown.
         may_decompose: Whether its products may be quantized one by one.
         bind: Computes it for a target, with its derivatives.
-        decompose: Computes it by the operations that it stands for.
-        path: In which way it is computed for a target, in words.
-        multiplications: How many pairs of numbers it multiplies, by the types of its
-            factors.
+        decompose: Computes it by the operations that it represents.
+        path: Returns how it is computed for a target, in words.
+        multiplications: Returns the number of its multiplications, from the types of
+            its factors.
     """
 
     name: str
@@ -74,11 +73,11 @@ class FusedOperation:
 def fused_operation(
     operation: FusedOperation, *, is_call: bool = False
 ) -> contextlib.AbstractContextManager[object]:
-    """The one equation that is traced inside is an operation.
+    """Returns a context that marks the one equation traced inside as an operation.
 
     Args:
         operation: The operation.
-        is_call: What is traced inside is the operation with its derivatives.
+        is_call: Whether the equation is the call with the derivative rules.
     """
     kind = "call" if is_call else "operation"
     text = f"mpx.{operation.name}.{kind}({operation.text})"
@@ -86,37 +85,37 @@ def fused_operation(
 
 
 def operation_of(scope: str) -> FusedOperation | None:
-    """The operation that a scope belongs to, if it belongs to one."""
+    """Returns the operation that a scope belongs to, or None."""
     operation, _ = data_of(scope, tuple) or (None, False)
     return operation
 
 
 def innermost_operation(equation: JaxprEqn) -> tuple[FusedOperation | None, bool]:
-    """The operation that an equation is, and whether it is a call around it."""
+    """Returns the operation that an equation is, and whether it is the call around."""
     scopes = scope_names(equation)
     return (data_of(scopes[-1], tuple) if scopes else None) or (None, False)
 
 
-# ----------------------------------------------------------------------------
+# --- The rewriting --------------------------------------------------------------------
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
-    """How to rewrite a primitive, of which some equations are operations of mpx's own.
+    """Rewrites a primitive, of which some equations are mpx's own operations.
 
     Args:
         name: The primitive.
-        otherwise: How to rewrite the others.
+        otherwise: The rewriting of the other equations.
     """
 
     @functools.wraps(otherwise)
     def rewrite(case: Case) -> list[Value]:
         operation, is_call = innermost_operation(case.equation)
-        # The operation is a `custom_vmap_call`, and the call around it is none. Any
-        # other equation with the scope of one only stands inside of it.
+        # The operation is a `custom_vmap_call`, the call around it is not. Any other
+        # equation with the scope of an operation is only inside of one.
         if operation is None or is_call == (name == "custom_vmap_call"):
             return otherwise(case)
         if is_call:
-            # What is traced within a derivative rule does not know who called.
+            # A trace within a derivative rule does not contain the line of the call.
             inner = program_of(case.equation)
             closed = with_lines_of(inner, case.equation, all_of_it=True)
             return evaluate_within(case, closed)
@@ -126,7 +125,7 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
 
 
 def _rewrite(case: Case, operation: FusedOperation) -> list[Value]:
-    # The operation as an equation of a primitive, of the operands that are cast.
+    # The operation as an equation of a primitive, with the operands that are cast.
     count = operation.factors
     rest = [v.array for v in case.operands[count:]]
     equation = case.equation.replace(
@@ -154,13 +153,13 @@ def _rewrite(case: Case, operation: FusedOperation) -> list[Value]:
 def _decomposed(
     case: Case, recipe: AbstractRecipe, operation: FusedOperation
 ) -> list[Value]:
-    """Its products one by one, which a recipe quantizes."""
+    """Computes an operation by its products, which a recipe quantizes."""
     attention = dataclasses.replace(recipe, fp8_dpa=True)
     closed = trace(lambda *arrays: operation.decompose(list(arrays)))(
         *avals(case.equation.invars)
     )
     results = evaluate_within(case.with_recipe(attention), closed)
-    # The recipe as the user wrote it has then been used, too.
+    # The user's own recipe counts as used, too.
     if attention in case.run.used.recipes:
         case.run.note(Usage(recipes=frozenset((recipe,))))
     return results
@@ -169,7 +168,7 @@ def _decomposed(
 def _emit(
     case: Case, rest: list[AnyArray], operation: FusedOperation, choice: Choice
 ) -> list[Value]:
-    """Binds it, what it multiplies in the precision that was chosen."""
+    """Binds an operation, with its factors in the chosen precision."""
     atoms, target = case.equation.invars, case.settings.target
     arrays = [
         v.cast(choice.dtype or aval_of(atom).dtype)
@@ -183,7 +182,7 @@ def _emit(
 
 
 def _rewritten_by(rule: Rule, case: Case, rest: list[AnyArray]) -> list[Value]:
-    """What a function of the user's makes of it: operands and the operation."""
+    """Binds an operation with the operands and the operation of the user's function."""
     factors = [v.array for v in case.operands]
     arrays, params = rule._rewritten(case.candidate, factors)
     operation = params.get("operation")

@@ -1,17 +1,18 @@
 """Loops: scan and while.
 
-What a loop carries keeps its declared dtype: a carry in half precision is the user's
-choice, never inferred, since the parameters of a scanned training loop look just like
-a residual stream. But where the residual stream is to be half precision, a body that
-adds to its carry and gives a sum in half precision carries that.
+A loop's carry keeps its declared dtype: half precision in it is the user's choice,
+never inferred, since the parameters of a scanned training loop look just like a
+residual stream. But with `residual_stream="half"`, a body that adds to its carry and
+returns a half-precision sum carries half precision.
 
-A scan keeps its stacked inputs and results whole, and its derivative a gradient of
-each. One cast in front of the loop, instead of one in every turn, halves both:
+A scan stores its stacked inputs and results whole, and its derivative a gradient of
+each. One cast before the loop, instead of one in every iteration, halves both:
 
-- An input that is cast by all that uses it inside gives every turn the same numbers. So
-  does a weight with one use, whose gradient in each turn is that of one product. With
-  several uses it is cast at each of them, and their gradients are summed in float32.
-- A result that is cast by all that uses it outside is stacked as they will have it.
+- An input that all uses inside cast is stacked in half precision, with the same values
+  in every iteration. So is a weight with one use, whose gradient in each iteration is
+  that of one product. With several uses it is cast at each, and their gradients are
+  summed in float32.
+- A result that all uses outside cast is stacked in their dtype.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ from ._stacks import has_wide_loops, may_be_cast_early, widened
 
 
 def rewrite_scan(case: Case) -> list[Value]:
-    """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
+    """Rewrites a scan: stacks may be in half precision, its carry keeps its dtype."""
     run, demands, params = case.run, case.demands, case.equation.params
     n_consts, n_carry = scan_counts(params)
     closed = params["jaxpr"]
@@ -66,7 +67,7 @@ def rewrite_scan(case: Case) -> list[Value]:
     inside = [*fixed, *map(_as_carried, carried), *case.operands[end:]]
     stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
     facts = tuple(v.facts for v in stacked)
-    # A weight that all turns share has a copy of its slots for each.
+    # A weight that all iterations share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
     sliced = StateOperands(
         [v.slots for v in stacked],
@@ -89,8 +90,7 @@ def rewrite_scan(case: Case) -> list[Value]:
         rows = make_values(xs, facts, *sliced.unpacked(for_stacked)[:2])
         operands = [*consts, *_carried(place, carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
-        # JAX may trace a body more than once; what the last trace found is what is
-        # used.
+        # JAX may trace a body more than once; the findings of the last trace are used.
         given[:] = [v.dtype for v in results[:n_carry]]
         rows_avals = [aval_of(v) for v in jaxpr.outvars[n_carry:]]
         ys = _narrowed_results(place, results[n_carry:], demands[n_carry:], rows_avals)
@@ -99,9 +99,9 @@ def rewrite_scan(case: Case) -> list[Value]:
 
     xs = ([v.array for v in stacked], copies, sliced.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
-    # A loop of no turns has no row to trace it with.
+    # A loop without iterations has no row to trace it with.
     if streams and params["length"]:
-        # What the body gives in half precision, only a trace of it can tell.
+        # Only a trace of the body shows which results are in half precision.
         row = jax.tree.map(lambda x: x[0], xs)
         jax.eval_shape(body, _begun(carried, carry_avals), row)
         for i in streams:
@@ -115,7 +115,7 @@ def rewrite_scan(case: Case) -> list[Value]:
 
 
 def rewrite_while(case: Case) -> list[Value]:
-    """A loop of unknown length."""
+    """Rewrites a loop of unknown length."""
     run, operands, params = case.run, case.operands, case.equation.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
@@ -123,14 +123,14 @@ def rewrite_while(case: Case) -> list[Value]:
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = dataclasses.replace(_loop_place(case), is_in_while=True)
     wanted = demands_for(avals, place.settings.dtype)
-    # A test goes into no loss.
+    # A test does not go into a loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
     ]
 
     def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
-        # Without slots: nothing comes back from its turns that could fill them.
+        # Without slots: its iterations return nothing that could fill them.
         arrays, facts = [v.array for v in fixed], [v.facts for v in fixed]
         values = make_values(arrays, facts, stored=[v.stored for v in fixed])
         return [*values, *_carried(place, carry)]
@@ -156,7 +156,7 @@ def rewrite_while(case: Case) -> list[Value]:
 
 
 def _strong(value: Value, aval: Aval) -> AnyArray:
-    """An array in the dtype that a loop declares for what it carries."""
+    """Returns an array in the dtype that a loop declares for its carry."""
     with noted_cast(CARRY):
         array = value.cast(aval.dtype) if is_castable(aval) else value.array
     if getattr(jax.typeof(array), "weak_type", False):
@@ -165,9 +165,9 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
 
 
 def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
-    """What a loop carries counts as computed, in the precision that it declares.
+    """Returns a loop's carry as computed values in their declared dtypes.
 
-    Half precision is a residual stream, where that is to be half.
+    Half precision is a residual stream if `residual_stream` is "half".
     """
     values = map(computed, arrays)
     if place.has_wide_loop:
@@ -178,24 +178,24 @@ def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
 
 
 def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
-    """The arrays that a turn begins with."""
+    """Returns the arrays that an iteration begins with."""
     return [_strong(v, a) for v, a in zip(values, avals, strict=True)]
 
 
 def _as_carried(value: Value) -> Value:
-    """A value as the body of a loop knows it that carries it: it was computed."""
+    """Returns a value as it is in the body of a loop that carries it: computed."""
     return Value(value.array, value.facts._replace(is_declared=False))
 
 
 def _as_constant(value: Value, variable: Var) -> Value:
-    """A value that all turns read: their gradients are summed in float32."""
+    """Returns a value that all iterations read; its gradients are float32 sums."""
     if not value.is_computed_in_half or aval_of(variable).dtype != FULL:
         return value
     return value.as_float32()
 
 
 def _loop_place(case: Case) -> Place:
-    """The place inside of a loop, whose results go into its next turn, too."""
+    """Returns the place in a loop, whose results also go into its next iteration."""
     reach = case.place.reach
     reach = reach and reach_of_program(sub_jaxprs(case.equation)[0], reach)
     place = dataclasses.replace(case.place, reach=reach, is_in_loop=True)
@@ -204,7 +204,7 @@ def _loop_place(case: Case) -> Place:
     return place
 
 
-# --- What a scan stacks and carries in half precision ---------------------------------
+# --- Half precision in a scan's stacks and carry --------------------------------------
 
 
 def _narrowed_stacks(
@@ -215,15 +215,15 @@ def _narrowed_stacks(
     wanted: Wanted,
     first: int,
 ) -> list[Value]:
-    """The stacked operands of a scan, cast where every turn would cast its part.
+    """Returns a scan's stacked operands, cast where every iteration casts its part.
 
     Args:
         run: The run.
-        place: Where the body stands.
+        place: The place of the body.
         jaxpr: The body.
-        operands: What it gets: constants, what is carried, what is stacked.
-        wanted: What is wanted of its results.
-        first: How many operands are not stacked.
+        operands: The body's operands: constants, carry, stacks.
+        wanted: The demands on its results.
+        first: The number of operands before the stacks.
     """
     if place.has_wide_loop:
         return widened(operands[first:])
@@ -243,9 +243,9 @@ def _narrowed_stacks(
 def _narrowed_results(
     place: Place, values: Sequence[Value], demands: Wanted, avals: Sequence[Aval]
 ) -> list[Value]:
-    """What a body gives to be stacked, cast if all that uses the stack casts it.
+    """Returns results to be stacked, cast if all uses of the stack cast it.
 
-    And as the program stacks it, where that is half precision.
+    A stack that the program declares in half precision is cast to that.
     """
     if place.has_wide_loop:
         return list(values)
@@ -279,7 +279,7 @@ def _may_be_narrowed(
 
 
 def _uses(jaxpr: Jaxpr, variable: Var) -> int:
-    """How many operations use a value; one in a loop counts as two."""
+    """Counts the operations that use a value; one in a loop counts as two."""
     found = sum(v is variable for v in jaxpr.outvars)
     for equation in jaxpr.eqns:
         places = [i for i, atom in enumerate(equation.invars) if atom is variable]
@@ -300,18 +300,18 @@ def _uses(jaxpr: Jaxpr, variable: Var) -> int:
 def _streams_of(
     run: Run, settings: Settings, jaxpr: Jaxpr, first: int, count: int
 ) -> list[int]:
-    """What a body carries and adds branches to, as the blocks of a model do.
+    """Finds the residual streams that a body carries, as the blocks of a model do.
 
     Args:
         run: The run.
-        settings: What holds around the body.
+        settings: The settings around the body.
         jaxpr: The body.
-        first: How many constants come first.
-        count: How much is carried.
+        first: The number of constants before the carry.
+        count: The length of the carry.
 
     Returns:
-        The numbers of what is a residual stream and may be half precision. Parameters
-        of a training loop look alike, but for the derivatives beside them.
+        The indices in the carry of residual streams that may be in half precision.
+        Parameters of a training loop look alike, except that derivatives go with them.
     """
     if settings.residual_stream != "half" or not settings.is_enabled:
         return []
@@ -330,7 +330,7 @@ def _streams_of(
 def _streams_into(
     run: Run, settings: Settings, jaxpr: Jaxpr, atom: Atom
 ) -> set[tuple[Var, bool]]:
-    """The inputs that a value holds but for what was added; whether anything was."""
+    """Returns a value's inputs apart from addends, and whether there were any."""
     are_declared = (False,) * len(jaxpr.invars)
     wanted = (Demand.HALF,) * len(jaxpr.outvars)
     ahead = demands_of(run, settings, jaxpr, are_declared, wanted)

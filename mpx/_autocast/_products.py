@@ -1,18 +1,17 @@
-"""Which products a recipe quantizes, and binding them.
+"""Chooses the products that a recipe quantizes, and binds them.
 
-A recipe is for *linear* products: of data with a weight, which is what comes by
-dataflow from parameters and constants alone (`_weights`). Everything else, attention's
-products of data with data among them, follows the half precision rules; what was left
-alone, and why, is in the note on it. `Precision.LOW` in a rule quantizes any matrix
-product.
+A recipe is for *linear* products: of data with a weight, which by dataflow is computed
+from parameters and constants only (`_travel`). Everything else, attention's activation
+matmuls included, follows the half-precision rules; a note on each product has the
+reason. `Precision.LOW` in a rule quantizes any matmul.
 
-The last products of a function, the *final projection*, stay in half precision unless a
-rule says otherwise: the loss sees their rounding as it is. They are found by looking
-from the end: a product that goes into a result of the function, a loss or logits, and
-into no other product. Where it is the only one, as in one layer, it is quantized.
+The last products of a function, the *output layer*, stay in half precision unless a
+rule overrides it: the loss sees their rounding directly. A product is one of them if it
+goes into a result of the function, a loss or logits, and into no other product. If it
+is the only product, as in one layer, it is quantized.
 
-To evaluate, the state of a run says which uses of which weights are quantized, whatever
-the function returns.
+For evaluation, the state of a run records which uses of which weights are quantized,
+whatever the function returns.
 """
 
 import dataclasses
@@ -55,9 +54,9 @@ from ._reach import CONSTANT, DERIVATIVE, UNUSED, Reach
 from ._travel import are_weights
 
 _VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
-# Of a weight with a side that is shorter than this, and much shorter than the other (an
-# adapter of low rank, the router of experts), the product moves as many bytes as it
-# takes to quantize its operand, and the units wait.
+# If a weight's side is shorter than this, and much shorter than the other (an adapter
+# of low rank, the router of experts), the product moves as many bytes as quantizing its
+# operand takes, and is bound by memory.
 _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 _FORWARD_MODE = (
@@ -71,18 +70,19 @@ _FORWARD_MODE = (
 
 
 def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
-    """The choice for a product, given what is chosen where there is no recipe.
+    """Chooses whether a recipe quantizes a product.
 
     Args:
-        case: The product, whose run notes a batch of one row.
-        choice: The choice for half precision.
-        is_asked_for: Whether a rule asks for low precision.
+        case: The product; its run notes a batch of one row.
+        choice: The choice without a recipe: half precision.
+        is_asked_for: Whether a rule sets low precision.
 
     Returns:
-        The choice, with a recipe, or with the reason for leaving it alone.
+        The choice, with a recipe, or with the reason why it is not quantized.
 
     Raises:
-        ValueError: The product is the gradient of a weight, and that of the function.
+        ValueError: The product is the gradient of a weight, and a result of the
+            function.
     """
     recipe = case.settings.recipe
     if recipe is None:
@@ -91,8 +91,8 @@ def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
     left_alone = None if is_asked_for else _why_left_alone(case)
     if why_not == _VECTOR and left_alone is None and _is_batch_of_one(case):
         case.run.note(Usage(one_row=frozenset((recipe,))))
-        # The batch that a state is made with may have one row, and those of steps more;
-        # and what is computed with it has the numbers of the training for one row, too.
+        # The batch that a state is made with may have one row, and those of steps more.
+        # And evaluation with a state has the training's values for one row, too.
         is_whole = is_collecting_requests() or _by_state(case)
         why_not = None if is_whole else "a batch of one row"
     why_not = why_not or left_alone
@@ -105,11 +105,11 @@ def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
 
 
 def _refuse_gradient(case: Case) -> None:
-    """Raises where the gradient of a weight comes out of the function.
+    """Raises if the function returns the gradient of a weight.
 
-    It is a product of data with data. An inner derivative that goes into a loss, as in
-    a gradient penalty, is a product like others and quantized by itself where one
-    operand is a weight.
+    It is an activation matmul. An inner derivative that goes into a loss, as in a
+    gradient penalty, is a product like others, and is quantized if one operand is a
+    weight.
     """
     ends = [end & ~DERIVATIVE for end in case.place.reach]
     if is_transposed(case.equation) and ends == [Reach.RESULT]:
@@ -122,7 +122,7 @@ def _refuse_gradient(case: Case) -> None:
 
 
 def _why_unsupported(case: Case) -> str | None:
-    """Why a product cannot be quantized."""
+    """Returns why a product cannot be quantized, or None."""
     if not properties(case.name).is_quantizable:
         return "only matmuls and convolutions are"
     if not is_product_of_castable(case.equation):
@@ -141,7 +141,7 @@ def _why_unsupported(case: Case) -> str | None:
 
 
 def _free_axes(case: Case) -> list[list[Length]]:
-    """The lengths of the axes of both operands that a product keeps."""
+    """Returns the lengths of the axes of both operands that a product keeps."""
     both = avals(case.equation.invars[:2])
     contracted, batch = case.equation.params["dimension_numbers"]
     return [
@@ -151,10 +151,10 @@ def _free_axes(case: Case) -> list[list[Length]]:
 
 
 def _is_batch_of_one(case: Case) -> bool:
-    """Whether data of one row meets a weight, along an axis that others fill.
+    """Returns whether one row of data is multiplied with a weight.
 
-    The last batch of an epoch, or one example to evaluate: the program would quantize
-    it if there were more, so it is no sign of a recipe that has nothing to do.
+    That is the last batch of an epoch, or one example to evaluate. The program would
+    quantize a larger batch, so the recipe is not useless.
     """
     weights = are_weights(case)
     if weights.count(True) != 1:
@@ -180,7 +180,7 @@ def _why_unsupported_order(case: Case, what: str) -> str | None:
 
 
 def _why_left_alone(case: Case) -> str | None:
-    """Why a recipe leaves a product alone."""
+    """Returns why a recipe does not quantize a product, or None."""
     weights = are_weights(case)
     if not any(weights):
         return None if _is_attention(case) else "an activation matmul"
@@ -200,7 +200,7 @@ def _why_left_alone(case: Case) -> str | None:
 
 
 def _by_state(case: Case) -> bool | None:
-    """Whether a state says that a product is quantized; None: it says nothing."""
+    """Returns whether the state records a product as quantized; None if unknown."""
     weight = _weight_of(case)
     return weight.slots and weight.slots.is_quantized(_use(case, weight))
 
@@ -217,7 +217,7 @@ def _final(case: Case) -> str | None:
 
 
 def _is_attention(case: Case) -> bool:
-    """Whether a product is of data with data, and meant to be quantized."""
+    """Returns whether a product is an activation matmul that the recipe quantizes."""
     recipe, operands = case.settings.recipe, case.operands[:2]
     return (
         recipe is not None
@@ -228,10 +228,10 @@ def _is_attention(case: Case) -> bool:
 
 
 def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
-    """The recipe, or one without a state where nothing keeps scales.
+    """Returns the recipe, or one without a state where scales are not stored.
 
-    Amaxes come back as the derivative of scales. So none come from a product whose
-    result is behind a `stop_gradient`; and one whose result goes into what JAX cannot
+    Amaxes come back as the derivative of scales. So a product before a `stop_gradient`
+    returns none, and one whose result goes into an operation that JAX cannot
     differentiate must have no such derivative.
     """
     if _is_attention(case):
@@ -245,12 +245,12 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
 
 
 def _weight_of(case: Case) -> Value:
-    """The operand that takes the part of the weight."""
+    """Returns the operand in the role of the weight."""
     return case.operands[0 if are_weights(case) == [True, False] else 1]
 
 
 def _product_of(case: Case, choice: Choice) -> AbstractProduct:
-    """The quantized product that is bound for an equation."""
+    """Returns the quantized product that is bound for an equation."""
     assert choice.recipe is not None and choice.dtype is not None
     params = case.equation.params
     wire = case.settings.wire
@@ -283,8 +283,8 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
     """Binds a quantized product.
 
     Args:
-        case: The product, in whose run the recipe counts as used.
-        choice: What was chosen for it.
+        case: The product; its run notes the recipe as used.
+        choice: The choice for it.
     """
     assert case.settings.recipe is not None
     case.run.note(Usage(recipes=frozenset((case.settings.recipe,))))
@@ -305,7 +305,7 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
 
 
 def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[Value]:
-    """Binds it; the weight goes in as it is, not rounded before."""
+    """Binds a product; its weight is passed unrounded."""
     assert choice.dtype is not None
     weight = _weight_of(case)
     scales, use = None, _use(case, weight)
@@ -336,15 +336,15 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
 
 
 def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | None:
-    """What a weight is stored in, if a product reads that as it is."""
+    """Returns the stored form of a weight if a product can read it, else None."""
     stored = weight.stored
     return stored if stored is not None and may_read(product, stored) else None
 
 
 def _use(case: Case, weight: Value) -> Use:
-    """What the use of a weight is called among its slots."""
+    """Returns the name of a use of a weight among its slots."""
     shape = "x".join(map(str, weight.shape))
-    # An inner derivative has numbers of another size than the data has.
+    # The values of an inner derivative have another magnitude than the data.
     kind = " transposed" if is_transposed(case.equation) else ""
     return Use("/".join(case.place.scopes), shape + kind)
 
@@ -358,10 +358,10 @@ def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: Use) -> AnyA
 
 
 def _is_measured(weight: Value, use: Use) -> bool:
-    """Whether the amax of a weight is known, as that of its parameter.
+    """Returns whether the amax of a weight is known from its parameter.
 
-    What the program computes of a parameter has an amax of its own. Rounded to bfloat16
-    it has that of the parameter, rounded.
+    A value computed from a parameter has an amax of its own; rounded to bfloat16, it
+    has the parameter's amax, rounded.
     """
     is_rounded = weight.dtype == jnp.bfloat16 and weight.facts.parameter is not None
     is_moved = weight.facts.is_declared or is_rounded
@@ -372,12 +372,12 @@ def _is_measured(weight: Value, use: Use) -> bool:
 def _with_one_input_scale(
     data: Value, recipe: AbstractRecipe, scales: AnyArray
 ) -> AnyArray:
-    """The scales, with those of the first product that reads the same data for it.
+    """Replaces the input's scales by those of the first product that reads the data.
 
-    Queries, keys and values read one array. Their slots for it have seen the same
-    amaxes, so its scales are the same number, but as three arrays: the compiler would
-    quantize, write and transpose it three times, and keep three copies (a layer of
-    Llama 8B for an H100, 2026-11: 0.4 GB of 26).
+    Queries, keys and values read one array. Their slots have recorded the same amaxes
+    for it, so their scales are the same number. As three arrays the compiler would
+    quantize, write and transpose the data three times, and store three copies (a layer
+    of Llama 8B for an H100, 2026-11: 0.4 GB of 26).
     """
     first = data.input_scales.get(recipe)
     if first is None:

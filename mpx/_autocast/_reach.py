@@ -1,4 +1,8 @@
-"""Where values go: into the results of the function, or into another product first."""
+"""Dataflow analyses: where a value goes (`Reach`) and comes from (`Origin`).
+
+Both decide what recipes quantize: `Reach` finds the output layer and products that are
+never differentiated, `Origin` distinguishes weights from data.
+"""
 
 import enum
 import functools
@@ -40,14 +44,14 @@ class Reach(enum.Flag):
 UNUSED = Reach(0)
 
 DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
-# What is differentiated without looking inside, and what JAX refuses to differentiate.
+# Primitives with custom derivatives, and primitives that JAX refuses to differentiate.
 _WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_linear_solve")
 _WITHOUT_A_RULE = ("pure_callback", "io_callback", "ffi_call")
 _FORWARD_ONLY = ("while", "nondifferentiable_backward")  # the second is Equinox's
 
 
 def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
-    """Where the results of a whole function go: a floating scalar is a loss."""
+    """Returns where the results of a function go: a floating-point scalar is a loss."""
     are_losses = [
         count(a.shape) == 1 and jnp.issubdtype(a.dtype, np.floating) for a in avals
     ]
@@ -56,24 +60,24 @@ def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
 
 
 class _ReachFlow(BackwardFlow[Reach]):
-    """Where values go, from where the results of their users go."""
+    """Finds where values go, from where the results of their users go."""
 
     nothing = UNUSED
 
     def __init__(self) -> None:
-        # A loop is asked until it says the same twice, and each loop within it again:
-        # without what was found before, 2^n times for n loops in each other.
+        # A loop is analysed until nothing changes, and each loop within it again:
+        # without this cache, 2^n times for n nested loops.
         self._found: dict[tuple[Jaxpr, tuple[Reach, ...]], Sequence[Reach]] = {}
 
     def inside(self, sub: SubJaxpr, results: Sequence[Reach]) -> Sequence[Reach]:
-        """The facts of the inputs of a program within, each found once."""
+        """Returns where the inputs of an inner program go; found once per program."""
         key = sub.jaxpr, tuple(results)
         if key not in self._found:
             self._found[key] = super().inside(sub, results)
         return self._found[key]
 
     def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
-        """A product, whatever program it holds, is an end of its own."""
+        """Returns where operands go; a product counts even if it contains a program."""
         name = equation.primitive.name
         whole = _joined(equation, results)
         if properties(name).kind is PrimitiveClass.HALF:
@@ -88,7 +92,7 @@ class _ReachFlow(BackwardFlow[Reach]):
         return found
 
     def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
-        """Where any result of the operation goes."""
+        """Returns the union of where the operation's results go."""
         whole = _joined(equation, results)
         if equation.primitive.name == "stop_gradient":
             whole &= ~DERIVATIVE
@@ -98,7 +102,7 @@ class _ReachFlow(BackwardFlow[Reach]):
 
 
 def _joined(equation: JaxprEqn, results: Sequence[Reach]) -> Reach:
-    """Where any result of an operation goes; of integers none has a derivative."""
+    """Returns the union of where results go; integer results have no derivative."""
     whole = UNUSED
     for end, variable in zip(results, equation.outvars, strict=True):
         dtype = getattr(aval_of(variable), "dtype", np.bool_)
@@ -108,25 +112,25 @@ def _joined(equation: JaxprEqn, results: Sequence[Reach]) -> Reach:
 
 
 def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Var, Reach]:
-    """Where the values of a program go, given where its results go."""
+    """Finds where the values of a program go, given where its results go."""
     return backward(jaxpr, results, _ReachFlow())
 
 
 def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach, ...]:
-    """Where the results of a program go, given those of its equation."""
+    """Returns where a program's results go, given where those of its equation go."""
     return tuple(results_within(program, outputs, _ReachFlow()))
 
 
-# ----------------------------------------------------------------------------
-# What a value is computed from.
+# --- Origin ---------------------------------------------------------------------------
 
 
 class Origin(enum.Flag):
-    """What a value is computed from: of several operands all of it; constants add none.
+    """The source of a value: the union of its operands; constants add nothing.
 
-    A value of weights and constants alone is a weight itself. Where a matmul, a lookup,
-    a loop or noise is among what it is made of, it is one for data only, and data for a
-    weight: `w + a @ b` is a weight of `x`, `queries @ w` is data of the next layer.
+    A value computed from weights and constants only is a weight itself. If a matmul, a
+    lookup, a loop or noise was involved, it counts as a weight next to data, and as
+    data next to a weight: `w + a @ b` is a weight of `x`, `queries @ w` is data of the
+    next layer.
     """
 
     WEIGHT = enum.auto()
@@ -143,7 +147,7 @@ CONSTANT = Origin(0)
 
 
 def together_from(origins: Iterable[Origin]) -> Origin:
-    """The origin of what is computed from several."""
+    """Returns the origin of a value that is computed from several."""
     found = functools.reduce(operator.or_, origins, CONSTANT)
     if Origin.DATA in found:
         return Origin.DATA

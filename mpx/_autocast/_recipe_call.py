@@ -1,8 +1,7 @@
-"""A call under a recipe, or with the state of one.
+"""Calls a function under a recipe, or with the state of one.
 
-What a call without does not meet: weights that carry slots, a final projection that is
-quantized after all because it is the only product, and the error where a recipe
-finds nothing.
+Only such calls have weights that carry slots, an output layer that is quantized after
+all because it is the only product, and the error if a recipe finds nothing to quantize.
 """
 
 import collections
@@ -24,15 +23,14 @@ from .._settings import MARK, Precision, Rules, Weights, ambient
 from ._context import Run, Value, declared
 from ._decide import Note, Reason, read_note, taking_notes
 
-# ----------------------------------------------------------------------------
-# Why a recipe quantizes nothing: the reasons that the products of the program have.
+# --- Why a recipe quantizes nothing ---------------------------------------------------
 #
-# They are in the notes that `mpx.explain` reads. So the program is emitted once more
-# with notes, and nothing is recorded where a recipe finds its products.
+# The notes that `mpx.explain` reads contain the reason for each product. So the program
+# is emitted once more with notes; nothing is recorded if a recipe finds products.
 
 _LINES, _REASONS = 3, 4
 _NOT_QUANTIZED = "not quantized: "
-# By the reason, of which a part will do: what it means, and what to do.
+# By a part of the reason: its meaning, and the remedy.
 _REMEDIES = {
     Reason.PRECISION.value: (
         "omit `precision=` and `jax.default_matmul_precision`, or add "
@@ -58,12 +56,12 @@ _REMEDIES = {
 
 
 def why_nothing(attempt: Callable[[], PyTree], recipe: object, weights: Weights) -> str:
-    """The message for a recipe that found nothing to quantize.
+    """Returns the message for a recipe that found nothing to quantize.
 
     Args:
         attempt: Emits the program.
         recipe: The recipe.
-        weights: Positions and names of the arguments that hold parameters.
+        weights: Positions and names of the arguments that contain parameters.
     """
     places = f"argument {listing(list(map(str, weights)))} (set by `weights=`)"
     whose = f"the arrays of {places if weights else 'the function itself'}"
@@ -89,7 +87,7 @@ def why_nothing(attempt: Callable[[], PyTree], recipe: object, weights: Weights)
 
 
 def _products(attempt: Callable[[], PyTree]) -> dict[str, collections.Counter[str]]:
-    """By reason, the lines of the products of a program, and how many stand there."""
+    """Counts the products of a program, by reason and by line."""
     found: dict[str, collections.Counter[str]] = {}
 
     def arrays() -> list[jax.Array]:
@@ -110,23 +108,22 @@ def _products(attempt: Callable[[], PyTree]) -> dict[str, collections.Counter[st
     return found
 
 
-# ----------------------------------------------------------------------------
-
+# --- The call -------------------------------------------------------------------------
 Source = StateRequests | State | None
 
 
 def counts_uses(source: Source) -> bool:
-    """Whether which uses of weights are quantized is recorded, or prescribed."""
+    """Returns whether the quantized uses of weights are recorded or prescribed."""
     return isinstance(source, StateRequests) or _is_frozen(source)
 
 
 def _is_frozen(source: Source) -> bool:
-    """Whether a state says which uses of weights are quantized."""
+    """Returns whether a state prescribes which uses of weights are quantized."""
     return isinstance(source, State) and bool(source.quantized)
 
 
 def refuse_low(rules: Rules) -> None:
-    """Raises for rules that ask for low precision where no recipe holds."""
+    """Raises if a rule sets low precision where no recipe is active."""
     if any(rule.precision is Precision.LOW for rule in rules.rules):
         raise ValueError(
             "`mpx.Precision.LOW` needs an active recipe; none is set. Pass one: "
@@ -142,27 +139,27 @@ def weight_of_recipe(
     source: Source,
     stored: QuantizedArray | None,
 ) -> Value:
-    """A parameter as products under a recipe want it.
+    """Prepares a parameter for products under a recipe.
 
     Args:
         run: The run.
         value: The parameter.
-        name: Its path; empty where no path is needed.
-        owner: What tells apart two models of one kind, which have the same paths.
-        source: Where its slots come from.
-        stored: The same numbers in 8 bits, if it is stored so.
+        name: Its path; empty if paths are not needed.
+        owner: Distinguishes models of one kind, which have the same paths.
+        source: The source of its slots.
+        stored: Its stored form in 8 bits, if it has one.
     """
     target, array = run.settings.target or target_from(None), value.array
     if target.transposes_fp8 and is_half(value.dtype):
-        # Products in FP8 want it transposed, and XLA would transpose, in float32, all
-        # that the optimizer computes with it: masters, moments, what skips a step. The
-        # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax
-        # 0.10.2, compiled for sm_90, November 2026).
+        # FP8 products need it transposed, and XLA would transpose all that the
+        # optimizer computes with it, in float32: masters, moments, the selection for
+        # skipped steps. The barrier prevents this: a Llama of 542 M moves 77 GB and not
+        # 105 (jax 0.10.2, compiled for sm_90, November 2026).
         value = declared(jax.lax.optimization_barrier(array), name)
     value.stored = stored
     if run.uses.slots and jnp.issubdtype(value.dtype, jnp.number):
-        # Under `shard_map` it is a piece of the weight. Integers are no weight before
-        # the program has made numbers of them.
+        # Under `shard_map` it is a piece of the weight. Integers are weights only after
+        # the program has converted them.
         is_whole = value.facts.is_declared and not manual_axes()
         shape = array.shape if is_whole else None
         value.slots = Slots.of_parameter(owner + name, source, shape)
@@ -183,15 +180,15 @@ def call_with_recipe(
     """Calls a function, rewritten, so that the recipe quantizes something.
 
     Args:
-        attempt: Does it, and leaves the final projection alone or does not.
+        attempt: Rewrites and calls it; its argument is `spares_final`.
         recipe: The recipe; None if only a state is given.
-        source: Where slots come from.
-        weights: Positions and names of the arguments that hold parameters.
-        spares_final: Whether recipes leave the final projection alone.
-        func: The function, to tell in an error whether it is one of autocast already.
+        source: The source of slots.
+        weights: Positions and names of the arguments that contain parameters.
+        spares_final: Whether recipes do not quantize the output layer.
+        func: The function; the error depends on whether it is an autocast function.
 
     Returns:
-        What the function returns, and the run.
+        The function's results, and the run.
     """
     is_frozen = _is_frozen(source)
 
@@ -199,7 +196,7 @@ def call_with_recipe(
         return recipe is not None and recipe not in run.used.recipes | run.used.one_row
 
     if ambient().takes_notes and recipe is not None and not is_frozen:
-        # What is emitted in vain would stand in the report.
+        # A failed attempt would appear in the report.
         runs: list[Run] = []
         jax.eval_shape(lambda: runs.append(attempt(spares_final)[1]))
         spares_final = spares_final and not finds_nothing(*runs)
@@ -208,7 +205,7 @@ def call_with_recipe(
         assert isinstance(source, State)
         _refuse_state_of_another_model(source, run)
     elif finds_nothing(run):
-        # The only product of a weight, perhaps, is the final projection.
+        # The output layer may be the only weight matmul.
         results, run = attempt(False)
         if finds_nothing(run):
             if getattr(func, MARK, None) is not None:
@@ -222,7 +219,7 @@ def call_with_recipe(
             "computed in half precision. This is fine for the last batch of an "
             "epoch, or a single example."
         )
-    # A state is of this program, also where one row has no use for it.
+    # A state belongs to this program even if one row does not use it.
     used = run.used.recipes | run.used.one_row
     note_used(used, run.parameters, has_recipe=recipe is not None)
     return (marked(results) if isinstance(source, StateRequests) else results), run
@@ -246,12 +243,12 @@ def _twice(recipe: object) -> str:
     )
 
 
-# The name of a result of an autocast function, while slots are collected.
+# Names a result of an autocast function, while slots are collected.
 _MARK = "mpx: what an autocast function returns"
 
 
 def marked(results: PyTree) -> PyTree:
-    """Results, one of which can be found in a program that calls the function."""
+    """Marks one result, so that it is found in a program that calls the function."""
     leaves, tree = jax.tree.flatten(results)
     first = next((i for i, x in enumerate(leaves) if isinstance(x, jax.Array)), None)
     if first is not None:
@@ -260,6 +257,6 @@ def marked(results: PyTree) -> PyTree:
 
 
 def is_marked(equation: JaxprEqn) -> bool:
-    """Whether an equation marks a result of an autocast function."""
+    """Returns whether an equation marks a result of an autocast function."""
     is_name = equation.primitive.name == "name"
     return is_name and equation.params.get("name") == _MARK

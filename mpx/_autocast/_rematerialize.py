@@ -1,4 +1,4 @@
-"""Emitting an island so that its backward pass starts from what went in."""
+"""Emits islands so that their backward pass starts from their inputs."""
 
 import collections
 import contextlib
@@ -35,12 +35,12 @@ Dtypes = Sequence[np.dtype]
 
 
 class Site(NamedTuple):
-    """Where islands are emitted.
+    """The program in which islands are emitted.
 
     Attributes:
-        run: The run, which keeps islands.
-        place: Where the program stands.
-        ahead: The plan of the program.
+        run: The run, which caches islands.
+        place: The place of the program.
+        ahead: The demands of the program.
         values: Values by variable, to which results are added.
         emit: Emits one equation, given values, and adds its results.
     """
@@ -55,35 +55,35 @@ class Site(NamedTuple):
 def emit_island(site: Site, island: Island) -> None:
     """Emits an island, to be recomputed in the backward pass if that saves memory.
 
-    A cast to float32 in front of it is a part of it, and what goes out only to be cast
-    is cast inside: so nothing in float32 crosses the border that need not. Equal
-    islands, those of equal layers, are emitted once.
+    A cast to float32 before it is a part of it, and results that are only cast are cast
+    inside, so no float32 crosses the border needlessly. Equal islands, those of equal
+    layers, are emitted once.
     """
     made, values, known = None, site.values, site.run.islands
     if any(map(may_keep, island.equations)):
         shared = tuple(i for i, v in enumerate(island.inputs) if values[v].is_shared)
         key = _signature(site, island), shared
         if key not in known:
-            # An island ends where mesh or device change, so one equation speaks for
-            # all.
+            # An island ends where mesh or device change, so all its equations have the
+            # context of the first.
             with execution_context(island.equations[0]):
                 known[key] = _recomputed(site, island, shared)
         made = known[key]
     if made is not None:
         return made.emit(site, island)
     for equation in island.equations:
-        if not all(v in values for v in equation.outvars):  # a copy, there already
+        if not all(v in values for v in equation.outvars):  # a copy: available already
             site.emit(site.place, equation, values)
 
 
 def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
-    """What goes into an island, but for numbers."""
+    """Returns the inputs of an island that are not constants."""
     found = ((v, values[v]) for v in island.inputs)
     return {v: value.array for v, value in found if not value.is_constant}
 
 
 def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
-    """The variables that only one island reads, which sums their gradients itself."""
+    """Returns the variables that only one island reads; it sums their gradients."""
     found: set[Var] = set()
     for part in parts:
         if isinstance(part, Island):
@@ -96,14 +96,14 @@ def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
 def for_readers(
     variable: Var, value: Value, ahead: Demands, alone: Set[Var] = frozenset()
 ) -> Value:
-    """A value as those get it who read it; see `Value.shared`.
+    """Prepares a value for its readers; see `Value.shared`.
 
-    A residual stream that is to be half precision has its gradients in half precision.
+    A half-precision residual stream has its gradients in half precision.
 
     Args:
         variable: Its variable.
         value: The value.
-        ahead: The plan of the program.
+        ahead: The demands of the program.
         alone: The variables that only one island reads.
     """
     if not value.is_computed_in_half or value.facts.is_stream or variable in alone:
@@ -113,7 +113,7 @@ def for_readers(
 
 @jax.custom_jvp
 def of_float32(half: AnyArray, wide: AnyArray) -> AnyArray:
-    """An array in float32, kept in half precision, whose gradient is in float32."""
+    """Widens a half-precision array, and passes the gradient to `wide` in float32."""
     return jax.lax.convert_element_type(half, wide.dtype)
 
 
@@ -126,7 +126,7 @@ def _(
 
 @jax.custom_jvp
 def _only_gradient(x: AnyArray) -> AnyArray:
-    """Zeros, which are not saved, with the gradient of an array."""
+    """Returns zeros, which are not saved, with the gradient of an array."""
     return jnp.zeros_like(x)
 
 
@@ -137,15 +137,15 @@ def _(primals: tuple[AnyArray], tangents: tuple[AnyArray]) -> tuple[AnyArray, An
 
 @dataclasses.dataclass(frozen=True)
 class _Recomputed:
-    """An island as a function that is computed again in the backward pass.
+    """An island as a function that is recomputed in the backward pass.
 
     Attributes:
-        function: It, of the island's inputs, and of those that are shared once more, in
-            float32, for their gradients.
-        facts: What is known of its results.
-        are_cast: Which of them it gives in half precision, too.
-        shared: The numbers of the inputs that are shared.
-        used: What it uses. An equal island, which is not emitted itself, uses the same.
+        function: The function of the island's inputs, followed by its shared inputs in
+            float32, which receive their gradients.
+        facts: The facts of its results.
+        are_cast: For each result whether it is returned in half precision, too.
+        shared: The indices of shared inputs.
+        used: Its usage. An equal island, which is not emitted itself, uses the same.
         note: Its note for reports, if notes are taken.
     """
 
@@ -157,15 +157,15 @@ class _Recomputed:
     note: IslandNote | None
 
     def emit(self, site: Site, island: Island) -> None:
-        """Emits an island like the one that it was made from, and adds its results.
+        """Emits an island equal to the original one, and adds its results.
 
-        It may be of another program, whose plan says who reads them.
+        It may be in another program, whose demands determine the readers.
         """
         run, values, ahead = site.run, site.values, site.ahead
         run.note(self.used)
         noting = noted_island(self.note) if self.note else contextlib.nullcontext()
         with noting, execution_context(island.equations[0]):
-            # Equal islands have their inputs in one order, that of first use.
+            # Equal islands have their inputs in the same order, that of first use.
             shared = (values[island.inputs[i]].cast(FULL) for i in self.shared)
             arrays = *_arrays(island, values).values(), *map(_only_gradient, shared)
             results = self.function(*arrays)
@@ -184,7 +184,7 @@ class _Recomputed:
 def _recomputed(
     site: Site, island: Island, places: tuple[int, ...]
 ) -> _Recomputed | None:
-    """Makes a function of an island that recomputes it; None if it is not worth it."""
+    """Makes the function that recomputes an island; None if it does not pay."""
     run, place, ahead, values, emit = site
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
@@ -202,7 +202,7 @@ def _recomputed(
     needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
     if not numbers and not _may_pay(written, are_free, needed):
         return None
-    # So there are no islands within it.
+    # So there are no islands inside it.
     inner = dataclasses.replace(place, is_recomputed=True)
     shared, found = [island.inputs[i] for i in places], []
 
@@ -244,10 +244,10 @@ def _recomputed(
 
 
 def _may_pay(written: Jaxpr, are_free: tuple[bool, ...], needed: Dtypes) -> bool:
-    """Whether recomputing an island may pay, seen from the program as written.
+    """Returns whether recomputing an island may pay, from the program as written.
 
-    Most do not, and this costs a quarter of emitting one: what is written in float32
-    keeps no less than what is emitted.
+    Most do not, and this check costs a quarter of emitting one: the float32 program as
+    written saves at least as much as the emitted one.
     """
     atoms = (a for e in distinct_equations(written) for a in (*e.invars, *e.outvars))
     has_half = any(aval_of(a).dtype in HALF for a in atoms)
@@ -259,16 +259,16 @@ def _note_of(
     function: Callable[..., Sequence[AnyArray]],
     are_free: tuple[bool, ...],
 ) -> IslandNote:
-    """What is kept of an island, and what is kept of it recomputed."""
+    """Notes the bytes that are saved for an island, as written and recomputed."""
     plain, types = jaxpr_as_fun(closed), closed.in_avals
     before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
     return IslandNote(before, after)
 
 
 def _signature(site: Site, island: Island) -> Hashable:
-    """What islands have in common that are emitted alike."""
+    """Returns a key that is equal for islands that are emitted alike."""
     run, place, ahead, values, _ = site
-    if run.uses.notes or place.settings.is_strict:  # each one is looked at
+    if run.uses.notes or place.settings.is_strict:  # each one is inspected
         return object()
     numbers = {v: i for i, v in enumerate(island.inputs)}
     equations = []
@@ -295,7 +295,7 @@ def _signature(site: Site, island: Island) -> Hashable:
 
 
 def _exact(number: ArrayLike) -> Hashable:
-    """A number to its last bit; -0.0 is not 0.0, and NaN is itself."""
+    """Returns a key for the exact number: -0.0 is not 0.0, and NaN equals itself."""
     array = np.asarray(number)
     return array.dtype, array.shape, array.tobytes()
 
@@ -304,6 +304,6 @@ def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        # Programs that hold it live as long as the run that keeps the key.
+        # The program that contains it lives as long as the run that holds the key.
         return id(value)
     return value

@@ -1,11 +1,6 @@
-"""The gradient of a product and a bias, written once.
+"""Operations that are emitted differently from the program, in one section per kind.
 
-The product of the backward pass reads it in half precision, the sum for the bias as it
-is. XLA's compiler for GPUs (jaxlib 0.10.2) writes it twice, in float32, too: a tenth of
-the memory of a ViT's step for an H100 (`benchmarks residuals`). Rounded once for both
-it is written once, and summed on the way. A cast to half precision and back does not
-do: the compiler leaves it out, but not what is computed between. The compiler for TPUs
-(libtpu 0.0.42) needs no help, and a tenth more traffic with it.
+Additions of a bias, lookups, scatters, sparse products and casts of the program.
 """
 
 import functools
@@ -25,12 +20,22 @@ from .._program import aval_of, avals
 from ._context import FULL, Value, computed, declared, is_castable
 from ._decide import Case
 
+# --- The gradient of a bias -----------------------------------------------------------
+#
+# The gradient of a product plus a bias is read twice: by the product of the backward
+# pass in half precision, by the sum for the bias unrounded. XLA's compiler for GPUs
+# (jaxlib 0.10.2) writes it twice, once in float32: a tenth of the memory of a ViT's
+# step for an H100 (`benchmarks residuals`). Rounded once for both, it is written once,
+# and summed on the way. A cast to half precision and back is not enough: the compiler
+# removes it, but not a computation between. The compiler for TPUs (libtpu 0.0.42) needs
+# no help, and has a tenth more memory traffic with it.
+
 
 def with_rounded_gradient(case: Case, results: list[Value]) -> list[Value]:
-    """What was bound for one operation, its gradient rounded if it adds a bias.
+    """Rounds the gradient of an addition if it adds a bias.
 
     Args:
-        case: An `add` that gives float32.
+        case: An `add` with a float32 result.
         results: Its results.
 
     Returns:
@@ -62,24 +67,23 @@ def _(
     return x, jax.lax.convert_element_type(half, dot.dtype)
 
 
-# ----------------------------------------------------------------------------
-# Lookups of one number in each row: the logit of the label, in a cross-entropy.
+# --- Lookups of one element in each row: the label's logit, in a cross-entropy --------
 #
 # $$y_b = x_{b, i_b} \qquad \bar x_{b, v} = \bar y_b \, [v = i_b]$$
 #
-# JAX transposes such a gather into a scatter into zeros. XLA fuses nothing behind a
+# JAX transposes such a gather into a scatter into zeros. XLA fuses nothing after a
 # scatter, so the gradient of the logits is written in float32, read, written again and
-# cast. As a comparison it is part of the kernel that writes it in half precision: of a
-# Llama with 32,000 words, 8 times 1,024 of them, a step moves 71.0 GB where it moved
-# 75.2 (542 M weights, 8 layers; jax 0.10.2, compiled for an H100, November 2026). The
-# numbers are the same: one is added to zero.
+# cast. As a comparison it is part of the kernel that writes it in half precision: a
+# step of a Llama with a vocabulary of 32,000 and 8 times 1,024 tokens moves 71.0 GB
+# where it moved 75.2 (542 M weights, 8 layers; jax 0.10.2, compiled for an H100,
+# November 2026). The values are the same: one is added to zero.
 
 
 def finds_one_in_each_row(equation: JaxprEqn) -> bool:
-    """Whether a gather takes one number of each row of an array of floats.
+    """Returns whether a gather takes one element of each row of a float array.
 
-    The rows lie along one axis, and the array has an index for every other one, as
-    `jnp.take_along_axis` and an index under `jax.vmap` have it.
+    The rows are along one axis, and there is an index for each position on the others,
+    as with `jnp.take_along_axis`, or an index under `jax.vmap`.
     """
     operand, indices = map(aval_of, equation.invars)
     numbers = equation.params["dimension_numbers"]
@@ -96,10 +100,10 @@ def finds_one_in_each_row(equation: JaxprEqn) -> bool:
 
 
 def look_up(equation: JaxprEqn, x: Array, indices: Array) -> Array:
-    """The result of such a gather, whose derivative is a comparison.
+    """Returns the result of such a gather, whose derivative is a comparison.
 
-    Indices out of range give what the mode of the gather says, and no gradient, or
-    that of the nearest number.
+    Indices out of range give what the mode of the gather specifies, and no gradient, or
+    that of the nearest element.
     """
 
     @jax.custom_jvp
@@ -111,7 +115,7 @@ def look_up(equation: JaxprEqn, x: Array, indices: Array) -> Array:
         primals: tuple[Array, Array], tangents: tuple[Array, Array]
     ) -> tuple[Array, Array]:
         x, indices = primals
-        # Computed again for the transpose, or the comparison would be kept for it.
+        # Recomputed for the transpose, or the comparison would be saved for it.
         chosen = jax.checkpoint(functools.partial(_chosen, equation), prevent_cse=False)
         return found(x, indices), chosen(tangents[0], indices)
 
@@ -119,25 +123,25 @@ def look_up(equation: JaxprEqn, x: Array, indices: Array) -> Array:
 
 
 def _chosen(equation: JaxprEqn, x: Array, indices: Array) -> Array:
-    """The numbers that the indices name, as a sum of those that are compared equal."""
+    """Returns the indexed elements, as a sum over those that compare equal."""
     numbers = equation.params["dimension_numbers"]
     (axis,) = numbers.start_index_map
     pairs = zip(
         numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
     )
-    place = dict(pairs)  # of an axis of the array, among those of the indices
+    place = dict(pairs)  # from an axis of the array to one of the indices
     rows = _without(x.shape, (axis,))
     order = [place[d] for d in range(x.ndim) if d != axis]
     index = lax.squeeze(indices, [indices.ndim - 1])
     alone = [d for d in range(index.ndim) if d not in order]
     index = lax.squeeze(index.transpose(*order, *alone), range(len(order), index.ndim))
-    if index.dtype.itemsize < 4:  # of which not every position is one
+    if index.dtype.itemsize < 4:  # it may not represent every position
         index = index.astype(jnp.int32)
     if equation.params["mode"] == lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, x.shape[axis] - 1)
     positions = lax.broadcasted_iota(index.dtype, x.shape, axis)
     is_chosen = positions == jnp.expand_dims(index, axis)
-    y = jnp.sum(jnp.where(is_chosen, x, 0), axis=axis)  # of one number: exact
+    y = jnp.sum(jnp.where(is_chosen, x, 0), axis=axis)  # one term: exact
     turned = y.transpose(*sorted(range(len(rows)), key=order.__getitem__))
     return turned.reshape(aval_of(equation.outvars[0]).shape)
 
@@ -146,8 +150,7 @@ def _without(shape: Shape, axes: tuple[int, ...]) -> tuple[Length, ...]:
     return tuple(length for d, length in enumerate(shape) if d not in axes)
 
 
-# ----------------------------------------------------------------------------
-# Scatters, which hold a program of their own in the declared dtype.
+# --- Scatters, which contain a program in the declared dtype --------------------------
 
 SCATTERS = {
     "scatter": jax.lax.scatter,
@@ -160,7 +163,7 @@ SCATTERS = {
 
 
 def scatter(equation: JaxprEqn, arrays: list[AnyArray]) -> AnyArray:
-    """The result of a scatter of arrays that are perhaps of another dtype now."""
+    """Returns the result of a scatter of arrays whose dtype may have changed."""
     if arrays[0].dtype == aval_of(equation.invars[0]).dtype:
         return bind_equation(equation, *arrays)[0]
     params = equation.params
@@ -176,26 +179,26 @@ def scatter(equation: JaxprEqn, arrays: list[AnyArray]) -> AnyArray:
     )
 
 
-# ----------------------------------------------------------------------------
-# Products of sparse matrices, which JAX adds up in the dtype of their operands.
+# --- Products of sparse matrices ------------------------------------------------------
 #
-# A dense product of half precision is summed in float32 by the units, whoever writes
-# it. A sparse one is a gather and a scatter-add in the program: a row of 4,000 ones
-# sums up to 256 in bfloat16. So it is bound in float32, and rounded as a dense one is:
+# JAX sums them in the dtype of their operands. A dense half-precision product is summed
+# in float32 by the hardware. A sparse one is a gather and a scatter-add in the program:
+# a row of 4,000 ones sums up to 256 in bfloat16. So it is bound in float32, and rounded
+# as a dense one is:
 #
 # $$y = \operatorname{half}(\operatorname{f32}(A) \operatorname{f32}(x)) \qquad \bar x =
 # \operatorname{half}(\operatorname{f32}(A)^T \operatorname{f32}(\bar y))$$
 
 
 def sum_in_float32(equation: JaxprEqn, *arrays: AnyArray) -> list[AnyArray]:
-    """Binds a product of half precision so that its sums are in float32.
+    """Binds a half-precision product so that it sums in float32.
 
-    So are those of its derivatives. Only what comes in is kept for them, and in half
-    precision: widening it is computed again.
+    So do its derivatives. Only its operands are saved for them, in half precision:
+    widening is recomputed.
 
     Args:
-        equation: The product, whose parameters name half precision, if any.
-        *arrays: Its operands: those in half precision, and indices.
+        equation: The product; any dtypes in its parameters are half precision.
+        *arrays: Its operands: half-precision arrays, and indices.
 
     Returns:
         Its results, in half precision.
@@ -213,32 +216,31 @@ def sum_in_float32(equation: JaxprEqn, *arrays: AnyArray) -> list[AnyArray]:
     return jax.checkpoint(product, prevent_cse=False)(*arrays)
 
 
-# ----------------------------------------------------------------------------
-# Casts that the program itself makes.
+# --- Casts in the program -------------------------------------------------------------
 
 
 def converted(equation: JaxprEqn, value: Value) -> Value:
-    """The result of a cast of the program, of a value as it is now.
+    """Returns the result of a cast in the program, of a value in its present dtype.
 
     Args:
         equation: The cast.
         value: Its operand.
 
     Returns:
-        The value in the dtype that is asked for; in the one that it has, where the
-        program asks for what it had already.
+        The value in the dtype of the cast; unchanged if the program casts to the dtype
+        that it declares already.
     """
     target = equation.params["new_dtype"]
     from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
     if not is_castable(from_aval) or not is_castable(to_aval):
         (array,) = bind_equation(equation, value.array)
-        # Masks, positions, labels: like arguments they begin no residual stream.
+        # Masks, positions, labels: like arguments they do not begin residual streams.
         is_number = jnp.issubdtype(from_aval.dtype, jnp.integer)
         is_number = is_number or from_aval.dtype == np.bool_
         return declared(array) if is_number else computed(array)
     if from_aval.dtype == target:
-        # A cast to what the program has already does not undo what was chosen: half
-        # precision stays so.
+        # A cast to the dtype that is declared already does not undo the choice of half
+        # precision.
         if equation.params.get("sharding") is None:
             return value
         params = {**equation.params, "new_dtype": value.dtype}

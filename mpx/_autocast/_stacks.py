@@ -1,16 +1,16 @@
-"""Stacks of weights that a program cuts: cast whole, in front of what cuts them.
+"""Two exceptions for stacked arrays: weights cast whole, and loops without bfloat16.
 
-A loop in Python over the layers of a model slices a stack of their weights, as
+A Python loop over the layers of a model slices a stack of their weights, as
 `jax.tree.map(lambda a: a[i], stack)`. Cast slice by slice, each is written in float32
 first, and the gradient of the stack is a sum of float32 arrays: compiled for an H100, a
 step of a Llama of 542 M, 8 layers in `jax.checkpoint`, moves 103 GB, and 75 where the
 stack is cast once.
 
-So it is cast once if all of it is read, each number by one operation. No two gradients
-of a number are added then: JAX adds up arrays that are zero outside of their slices,
-which is exact in half precision. Where slices overlap, or one is read twice, each use
-is cast, and gradients are summed in float32. A stack of which only a part is read would
-be written for nothing.
+So the stack is cast once if all of it is read, each element by one operation. Then no
+two gradients of an element are added: JAX adds up arrays that are zero outside of their
+slices, which is exact in half precision. Where slices overlap, or one is read twice,
+each use is cast, and gradients are summed in float32. A stack that is read in part is
+not cast whole either: the rest would be written for nothing.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from ._demand import Demands
 
 
 def may_be_cast_early(run: Run, place: Place) -> bool:
-    """Whether a weight may be cast before a program, or a loop, cuts it.
+    """Returns whether a weight may be cast before a program or a loop cuts it.
 
-    A recipe quantizes it from half precision then, and its gradient comes back in it:
-    in bfloat16 only, for float16 has not the range. Gradients that are summed over
-    devices are float32.
+    A recipe then quantizes it from half precision, and its gradient comes back in half
+    precision: in bfloat16 only, since float16 lacks the range. Gradients that are
+    summed over devices are float32.
     """
     if place.settings.wire is not None:
         return False
@@ -45,16 +45,16 @@ def may_be_cast_early(run: Run, place: Place) -> bool:
 def cast_stacks(
     run: Run, place: Place, values: Mapping[Var, Value], ahead: Demands
 ) -> dict[Var, Value]:
-    """The inputs of a program that are cast before it cuts them.
+    """Casts the stacked weights among a program's inputs before it cuts them.
 
     Args:
         run: The run.
-        place: Where the program stands.
+        place: The place of the program.
         values: Its inputs.
-        ahead: The plan of the program.
+        ahead: The demands of the program.
 
     Returns:
-        Those inputs, in half precision.
+        The inputs that were cast, in half precision.
     """
     settings = place.settings
     if not settings.is_enabled or not may_be_cast_early(run, place):
@@ -79,37 +79,36 @@ def _is_cut_up(shape: Shape, boxes: Sequence[Box]) -> bool:
 
 
 def _cast(value: Value, dtype: np.dtype) -> Value:
-    """A weight as if the function had got it in half precision."""
+    """Returns a weight as if the function had received it in half precision."""
     with noted_cast(USED):
         array = value.cast(dtype)
     return Value(array, value.facts, slots=value.slots)
 
 
-# ----------------------------------------------------------------------------
-# Loops whose stacks must not be bfloat16: float32 in its place between products.
+# --- Loops that must not store bfloat16 -----------------------------------------------
 #
-# XLA's CPU compiler updates a bfloat16 array in a loop by widening the whole of it,
-# writing a part, and rounding the whole (jaxlib 0.10.2, not 0.11). A scan writes a part
-# of each of its stacks in each turn: results, gradients of stacked inputs, and whatever
-# its derivative keeps. So all of these took time by the square of the turns.
+# XLA's CPU compiler updates a bfloat16 array in a loop by widening all of it, writing a
+# part, and rounding all of it (jaxlib 0.10.2, not 0.11). A scan writes a part of each
+# of its stacks in each iteration: results, gradients of stacked inputs, and residuals.
+# So its time grew with the square of the number of iterations.
 #
-# Inside such a loop what was computed in bfloat16 is kept in float32, which changes no
-# number, and an operation that reads bfloat16 rounds its operands inside of a
-# `jax.checkpoint`, whose derivative keeps what goes in. Kept as integers (their bits)
-# the operands would have no second derivative.
+# Inside such a loop, values computed in bfloat16 are stored in float32, which changes
+# no value. An operation that reads bfloat16 rounds its operands inside a
+# `jax.checkpoint`, so that its inputs are saved. Saved as integers (their bits) the
+# operands would have no second derivative.
 
 Emit = Callable[[Case, Choice], list[Value]]
 
 
 def has_wide_loops(settings: Settings) -> bool:
-    """Whether loops keep float32: the target cannot write a part of bfloat16 arrays."""
+    """Returns whether loops store float32, as the target widens bfloat16 stacks."""
     if not settings.is_enabled or settings.dtype != jnp.bfloat16:
         return False
     return (settings.target or target_from(None)).widens_stacks
 
 
 def widened(values: Iterable[Value]) -> list[Value]:
-    """Values, those in bfloat16 as float32."""
+    """Returns the values, with bfloat16 ones as float32."""
     return [_widened(v) if v.dtype == jnp.bfloat16 else v for v in values]
 
 
@@ -119,12 +118,12 @@ def _widened(value: Value) -> Value:
 
 
 def emit_wide(case: Case, choice: Choice, emit: Emit) -> list[Value]:
-    """Emits an operation so that its derivative keeps no bfloat16.
+    """Emits an operation so that its derivative saves no bfloat16.
 
     Args:
         case: The operation.
-        choice: What was chosen for it.
-        emit: Emits it.
+        choice: The choice for it.
+        emit: The function that emits it.
     """
     place, atoms = case.place, case.equation.invars
     place = dataclasses.replace(place, has_wide_loop=False)
@@ -148,7 +147,7 @@ def emit_wide(case: Case, choice: Choice, emit: Emit) -> list[Value]:
         return [v.array for v in results]
 
     arrays = [case.operands[i].cast(FULL) for i in half]
-    # The second one is for a second derivative: the first one is gone by then.
+    # The second one is for a second derivative, where the first one is gone.
     kept = jax.checkpoint(rounded, prevent_cse=False)
     results = jax.checkpoint(kept, prevent_cse=False)(arrays)
     for policy in place.saving:

@@ -1,7 +1,7 @@
-"""The public transform: a function whose operations run in the precision that suits.
+"""The public transform: a function whose operations run in suitable precision.
 
-`mpx.autocast` is three things by how it is called: with a function, a transform;
-without, a decorator, or a region of a program that is being transformed.
+`mpx.autocast` has three uses: with a function, it is a transform; without, a decorator,
+or a region of a program that is being transformed.
 """
 
 import contextlib
@@ -47,21 +47,20 @@ from ._call import Invocation, call_autocast, call_recomputing
 from ._context import Programs
 from ._decide import expect_unused
 
-# ----------------------------------------------------------------------------
-# Calling a function that is switched off, `mpx.autocast(func, enabled=False)`.
+# --- Functions that are switched off, `mpx.autocast(func, enabled=False)` -------------
 #
-# It is called as it is: nothing is traced, and regions in it have no effect, so that
-# `enabled=config.mixed` is all that a program needs for its control run. But a region
-# that says `enabled=True` is the innermost one and wins; then, and only then, the
-# function is traced and emitted like others.
+# Such a function is called unchanged: nothing is traced, and regions in it have no
+# effect, so a program needs only `enabled=config.mixed` for its baseline. But a region
+# with `enabled=True` is the innermost one and wins; only then is the function traced
+# and emitted like others.
 
 
 class _SwitchedOnInside(Exception):
-    """A region of a function that is switched off says that it is not."""
+    """A region with `enabled=True` is in a function that is switched off."""
 
 
 def call_switched_off(call: Invocation) -> PyTree:
-    """Calls a function as it is."""
+    """Calls a function that is switched off."""
     around = ambient()
     if around.source is not None:
         around.source.is_switched_off = True
@@ -84,27 +83,26 @@ def call_switched_off(call: Invocation) -> PyTree:
 
 
 def is_switched_off() -> bool:
-    """Whether what runs here belongs to an autocast function that is switched off."""
+    """Returns whether the running code is in an autocast function that is off."""
     return ambient().is_switched_off and not ambient().is_tracing
 
 
 def region_of_switched_off(
     settings: Settings,
 ) -> contextlib.AbstractContextManager[object]:
-    """A region in a function that is switched off."""
+    """Returns the context of a region in a function that is switched off."""
     says_enabled = "is_enabled" in settings.explicit and settings.is_enabled
     if says_enabled and not ambient().is_control:
         raise _SwitchedOnInside
     return contextlib.nullcontext()
 
 
-# ----------------------------------------------------------------------------
-
+# --- The transform --------------------------------------------------------------------
 _CALL = "`mpx.autocast`"
 
 
 class _Unset:
-    """The default of `recipe`, of which None says something."""
+    """The default of `recipe`, since None switches recipes off."""
 
     def __repr__(self) -> str:
         return "unset"
@@ -253,7 +251,7 @@ def autocast(
 
 
 def _refuse_other_things(func: object) -> None:
-    """Raises where something else stands in the place of a function."""
+    """Raises if something else is passed in the place of the function."""
     name = _dtype_name(func)
     if name is not None:
         raise TypeError(
@@ -264,7 +262,7 @@ def _refuse_other_things(func: object) -> None:
 
 
 def _refuse_recipe(value: object, option: str) -> None:
-    """Raises where a recipe, or the class of one, stands where an option belongs."""
+    """Raises if a recipe, or its class, is passed where another option belongs."""
     if isinstance(value, AbstractRecipe) or is_recipe_class(value):
         raise TypeError(
             f"{_CALL} needs {option} here; got {describe(value)}. Pass a recipe by "
@@ -296,7 +294,7 @@ def _checked_rules(rules: object) -> Rules:
 
 
 def _one_of(option: str, value: str, words: tuple[str, str]) -> str:
-    """The value of an option, if it is one of two words."""
+    """Returns the value of an option if it is one of two words, else raises."""
     if value not in words:
         first, second = words
         raise ValueError(
@@ -307,9 +305,9 @@ def _one_of(option: str, value: str, words: tuple[str, str]) -> str:
 
 
 def _dtype_name(value: object) -> str | None:
-    """The name of a dtype, which can be called, and None for other things."""
+    """Returns the name of a dtype, which is callable, and None for other objects."""
     if not isinstance(value, np.dtype | str | type):
-        return None  # an instance may have a `dtype` and yet be a layer
+        return None  # an instance may be a layer with an attribute `dtype`
     try:
         found = jnp.dtype(value)
     except TypeError:
@@ -328,7 +326,7 @@ def _computing_dtype(dtype: DTypeLike) -> np.dtype:
     return found
 
 
-# --- What is made ---------------------------------------------------------------------
+# --- The returned functions -----------------------------------------------------------
 
 
 class _Deferred(contextlib.ContextDecorator):
@@ -367,7 +365,7 @@ class _Deferred(contextlib.ContextDecorator):
             )
         context = with_settings(self._settings) if self._ambient else self._region()
         context.__enter__()
-        # A stack: one object may be entered again inside of itself.
+        # A stack: an object may be entered again inside its own `with`.
         self._entered.append(context)
 
     def __exit__(self, *exception: Any) -> None:
@@ -396,7 +394,7 @@ class _Deferred(contextlib.ContextDecorator):
 def _wrapped(
     func: Callable[..., PyTree], options: Settings, weights: Weights, is_explicit: bool
 ) -> Callable[..., PyTree]:
-    # One store for all calls, so that JAX finds again what it has compiled.
+    # One store for all calls, so that JAX finds programs that it has compiled.
     programs = Programs()
 
     @wraps(func)
@@ -419,7 +417,7 @@ def _wrapped(
 
 
 def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
-    """What autocast made, made again with a rule before all others."""
+    """Returns an autocast function again, with a rule before all its others."""
     expect_unused(rule)
     rules = getattr(func, MARK).settings.rules
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
@@ -427,7 +425,7 @@ def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
 
 
 def with_dtype(func: Callable[..., PyTree], dtype: np.dtype) -> Callable[..., PyTree]:
-    """What autocast made, made again in another half precision datatype."""
+    """Returns an autocast function again, in another half-precision dtype."""
     return _made_again(func, dtype=dtype)
 
 
@@ -438,7 +436,7 @@ def _made_again(func: Callable[..., PyTree], **options: Any) -> Callable[..., Py
 
 
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function as it is written, whose derivative keeps as little as autocast's."""
+    """Returns a function as written, whose derivative saves as little as autocast's."""
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -449,23 +447,23 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def ambient_residuals() -> str:
-    """What holds around a call of what is not autocast: "small" or "fast"."""
+    """Returns the active `residuals` outside autocast: "small" or "fast"."""
     settings = resolved(Settings())
     target = settings.target or target_from(None)
     if settings.residuals is None and target.platform == "tpu":
-        return "fast"  # not counted since autocast's became "small" there
+        return "fast"  # not counted since autocast's default became "small" there
     return _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
-    """What holds, or else the default."""
-    # In float32 there is no half precision value to compute it from.
+    """Returns the `residuals` of the settings, or the default."""
+    # In float32 there is no half-precision value to recompute from.
     is_wide = settings.dtype == np.float32
     return settings.residuals or ("fast" if is_wide else "small")
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:
-    """Says that a gradient function has cast what autocast is about to cast."""
+    """Raises, as a gradient function has cast the inputs that autocast would cast."""
     call, dtype, _ = cast
     raise ValueError(
         f"An autocast function needs uncast inputs; {call} has cast them to "

@@ -1,16 +1,17 @@
-r"""Where an equation moves a weight between devices, or makes what they sum.
+r"""Weights under communication, and the distinction of weights from data.
 
-`mpx._wire` says how; here is decided for which equations and values.
+`mpx._wire` implements the communication; this module decides for which equations and
+values, and which values a recipe takes for weights.
 
-What arrives is a float32 value with the facts and slots that it had, rounded perhaps:
-so rules, recipes and casts decide as they would on one device, and the gradient goes
-back in float32. Under a recipe the value stays *pending* until its first use, for only
-the product knows whether 8 bits are enough.
+A gathered weight is a float32 value with its facts and slots, rounded perhaps. So
+rules, recipes and casts decide as on one device, and the gradient returns in float32.
+Under a recipe the value stays *pending* until its first use, since only the product
+knows whether 8 bits are enough.
 
-What enters `jax.shard_map` by `P()` every device has whole. If it lies in pieces
-outside, the compiler gathers it in front of the `shard_map`, in the dtype in which it
-goes in. So a weight that is only used in half precision inside goes in rounded, and
-beside it zeros, to which its gradient goes back in float32:
+A `P()` operand of `jax.shard_map` is replicated. If it is sharded outside, the compiler
+gathers it before the `shard_map`, in the dtype that it is passed in. So a weight that
+is only used in half precision inside is passed rounded, along with zeros that receive
+its gradient in float32:
 
 $$w' = \operatorname{f32}(\operatorname{gather}(\operatorname{half}(w))) + 0, \qquad
   \bar 0 = \bar w'$$
@@ -46,21 +47,21 @@ from ._decide import Case, Choice
 from ._demand import Demand, Wanted
 from ._reach import CONSTANT, Origin, together_from
 
-# What gives a part of a weight: one layer of a stack.
+# Operations that return a part of a weight: one layer of a stack.
 _SLICES = ("dynamic_slice", "slice")
-# What gives an operand as it is.
+# Operations that return an operand unchanged.
 MARKS = ("name", "optimization_barrier", "stop_gradient")
 
 
 def travelled_weight(case: Case, stored: QuantizedArray | None) -> Value | None:
-    """A weight as it comes from other devices, cast before it travels if it may be.
+    """Gathers a weight from other devices, cast before if all its uses allow it.
 
     Args:
         case: The equation.
-        stored: What `moved_payload` gives for it.
+        stored: The result of `moved_payload` for it.
 
     Returns:
-        The weight; None where the equation does not move one, or not between devices.
+        The weight; None if the equation does not move a weight between devices.
     """
     wire, name = case.settings.wire, case.name
     half = None if wire is None else _half_of(case)
@@ -82,11 +83,10 @@ def travelled_weight(case: Case, stored: QuantizedArray | None) -> Value | None:
 
 
 def moved_payload(case: Case) -> QuantizedArray | None:
-    """What a weight is stored in, moved as an equation moves the weight.
+    """Moves the stored form of a weight as an equation moves the weight.
 
-    None where no product is to read it (of rows of a table, of several results, where
-    each number stands more than once, or beside others, whose scale may be another),
-    and where nothing moves.
+    Returns None if nothing moves, or if no product can read the result: rows of a
+    table, several results, repeated elements, or joined arrays with other scales.
     """
     stored = case.operands[0].stored if case.operands else None
     if stored is None or len(case.equation.outvars) > 1 or case.name in MARKS:
@@ -102,7 +102,7 @@ def moved_payload(case: Case) -> QuantizedArray | None:
 
 
 def moved_later(case: Case, stored: QuantizedArray | None) -> Value | None:
-    """A weight on its way, moved when it has arrived; None for other operands."""
+    """Defers moving a pending weight until it is gathered; None for other operands."""
     gathering = case.operands[0].gathering if len(case.operands) == 1 else None
     if gathering is None or not properties(case.name).rearranges:
         return None
@@ -117,11 +117,10 @@ def _pending(
 
 
 def _half_of(case: Case) -> np.dtype | None:
-    """The precision in which a weight may come together; None: it is no weight.
+    """Returns the precision in which a weight may be gathered; None if it is no master.
 
-    Half, where every use of it is in that precision. Where nothing is cast but what
-    the program casts (masters of weights that the caller has cast), it is the dtype
-    that the program has there.
+    It is half precision if every use is. Where only the program casts (masters of
+    weights that the caller has cast), it is the dtype that the program declares there.
     """
     known, settings, equation = properties(case.name), case.settings, case.equation
     is_sent = (known.gathers or known.spreads) and len(case.operands) == 1
@@ -129,7 +128,7 @@ def _half_of(case: Case) -> np.dtype | None:
         return None
     source, result = avals((equation.invars[0], equation.outvars[0]))
     if source.sharding.mesh != result.sharding.mesh:
-        return None  # from axes of one kind to another
+        return None  # between axes of different kinds
     if settings.is_enabled and source.dtype != FULL:
         return None
     if not settings.is_enabled:
@@ -143,9 +142,9 @@ def _is_master(value: Value) -> bool:
 
 
 def product_of_weight(case: Case, choice: Choice) -> Value | None:
-    """A product whose weight gets its gradient in the dtype of sums over devices.
+    """Binds a product whose weight's gradient is in the dtype of sums over devices.
 
-    None for what is no such product, and where that dtype is not wider than its own.
+    Returns None for other products, and if that dtype is not wider than the product's.
     """
     wire = case.settings.wire
     if not properties(case.name).is_quantizable or len(case.operands) < 2:
@@ -171,9 +170,9 @@ def product_of_weight(case: Case, choice: Choice) -> Value | None:
 
 
 def asks_for_half_sums(case: Case) -> bool:
-    """Whether devices are to sum the gradient of a product's weight in half precision.
+    """Returns whether devices should sum a weight's gradient in half precision.
 
-    They sum what a product gives, which is float32 in the form for CPUs.
+    They sum the output of a product, which is float32 in the form for CPUs.
     """
     if not case.run.uses.wire:
         return False
@@ -185,11 +184,11 @@ def asks_for_half_sums(case: Case) -> bool:
 
 
 def entries_of(case: Case, demands: Wanted) -> list[list[AnyArray]]:
-    """What goes in for each operand of a `shard_map`: it, or it rounded and zeros.
+    """Returns the inputs of a `shard_map` for each operand: it, or rounded and zeros.
 
     Args:
         case: The `shard_map`.
-        demands: What its program wants of its operands.
+        demands: The demands of its program on its operands.
     """
     params, wire = case.equation.params, case.settings.wire
     specs, axes = params["in_specs"], shard_map_axes(params)
@@ -209,12 +208,12 @@ def entries_of(case: Case, demands: Wanted) -> list[list[AnyArray]]:
 
 
 def from_entry(arrays: Sequence[AnyArray]) -> AnyArray:
-    """Inside of the `shard_map`, the operand for which these have gone in."""
+    """Restores, inside the `shard_map`, the operand that was passed as these arrays."""
     return joined(*arrays) if len(arrays) == 2 else arrays[0]
 
 
 def _is_sharded(spec: Any, axes: Collection[str]) -> bool:
-    """Whether each device has a piece of its own."""
+    """Returns whether an operand is sharded over all axes."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return set(axes) <= {name for part in parts for name in part}
 
@@ -222,10 +221,10 @@ def _is_sharded(spec: Any, axes: Collection[str]) -> bool:
 def _dtype_of(
     settings: Settings, wire: Wire, declared_dtype: np.dtype, demand: Demand
 ) -> np.dtype | None:
-    """The dtype in which a weight goes in; None: as it is.
+    """Returns the dtype in which a weight is passed; None if unchanged.
 
-    A recipe quantizes from float32. From what has been rounded the loss would be
-    another one than without gradients, where nothing travels early.
+    A recipe quantizes from float32. From rounded values the loss would differ from the
+    one without gradients, where nothing is gathered early.
     """
     if not settings.is_enabled:
         half = declared_dtype
@@ -237,25 +236,25 @@ def _dtype_of(
     return None if dtype == FULL or half == FULL else np.dtype(dtype)
 
 
-# ----------------------------------------------------------------------------
-# Which values a recipe takes for weights: what comes from weights and constants alone.
+# --- Weights and data -----------------------------------------------------------------
 #
-# Numbers that pass through integers or truth values, as those of masks, pruning and
-# rounding, count as what they were. `Origin` has the kinds.
+# A recipe takes for weights all values computed from weights and constants only. Values
+# that pass through integers or booleans, as with masks, pruning and rounding, keep
+# their origin. `Origin` lists the kinds.
 
-# What reads an array by numbers of another, and loops: an operand of any dtype counts.
+# Lookups and loops: their operands count whatever their dtype.
 _BY_ALL = frozenset(("gather", "scan", "while"))
 _CALLBACKS = frozenset(("infeed", "io_callback", "pure_callback"))
 
 
 def note_origins(case: Case, results: Sequence[Value]) -> None:
-    """Says of the results of an equation what they are computed from."""
+    """Records the origins of the results of an equation."""
     kind = properties(case.name).kind
     if properties(case.name).moves and case.name != "gather":
         return
     origin = _origin_of(case)
     for value in results:
-        # A program within knows it of its results, but for what a loop carries.
+        # An inner program has determined it, except for a loop's carry.
         if kind is not PrimitiveClass.RECURSE or value.facts.origin is Origin.DATA:
             value.facts = value.facts._replace(origin=origin)
         if case.run.uses.slots and value.slots is None:
@@ -263,16 +262,16 @@ def note_origins(case: Case, results: Sequence[Value]) -> None:
 
 
 def _origin_of(case: Case) -> Origin:
-    """What the results of an equation are computed from, as far as it says."""
+    """Returns the origin of an equation's results, as far as the equation shows it."""
     name, known = case.name, properties(case.name)
     is_product, is_by_all = known.kind is PrimitiveClass.HALF, name in _BY_ALL
-    # An index or a predicate selects numbers, and is none of them.
+    # An index or a predicate selects values, and is not among them.
     operands = case.operands if is_by_all else case.castable or case.operands
     origins = [v.facts.origin for v in operands]
     found = together_from(origins)
     if name == "random_bits":
         return Origin.NOISE if Origin.DATA in found else found
-    # A matmul of what the program holds, such as a whole batch, gives activations.
+    # A matmul of the program's constants, such as a whole batch, gives activations.
     gives_data = is_product and not all(Origin.WEIGHT in one for one in origins)
     is_program = known.kind is PrimitiveClass.RECURSE and not is_by_all
     if gives_data or is_program or name in _CALLBACKS:
@@ -286,9 +285,9 @@ def _origin_of(case: Case) -> Origin:
 
 
 def slots_for(facts: Facts, operands: Sequence[Value]) -> Slots | None:
-    """The slots of a weight that is computed from others: those of the first.
+    """Returns the slots of a weight that is computed from others: the first one's.
 
-    A parameter comes before what a matmul made, as in `a @ b + w`.
+    A parameter comes before the result of a matmul, as in `a @ b + w`.
     """
     if Origin.WEIGHT not in facts.origin:
         return None
@@ -298,10 +297,10 @@ def slots_for(facts: Facts, operands: Sequence[Value]) -> Slots | None:
 
 
 def are_weights(case: Case) -> list[bool]:
-    """Which of the two operands of a product are weights.
+    """Returns which of the two operands of a product are weights.
 
-    What a matmul made of weights is one of a matrix of data: with batch axes, as in
-    attention to learned queries, it is data.
+    Weights combined by a matmul are a weight in a matmul with data. With batch axes, as
+    in attention to learned queries, they are data.
     """
     origins = [v.facts.origin for v in case.operands[:2]]
     found = [one is Origin.WEIGHT for one in origins]

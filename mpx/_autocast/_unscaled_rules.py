@@ -1,19 +1,19 @@
-"""Derivative rules that compute with their gradient, and are to know its true size.
+"""Derivative rules that compute with their gradient, and need its true size.
 
 A rule that clips the gradient, adds noise to it, or adds the gradient of another loss,
-is not proportional to what it is given, so it sees by how much the loss is scaled. It
-is given the gradient without the scale, in float32, and is computed in float32, where
-nothing is lost that the scale was for. What it returns is scaled again.
+is not proportional to its input, so the loss scale changes its result. It gets the
+gradient without the scale, in float32, and is computed in float32, where no scale is
+needed. Its result is scaled again.
 
-Where the scale comes from: a gradient function gives it when it is asked
+The scale comes from a gradient function that provides it on request
 (`_recipe_state/_operands.py`), and differentiates by it. The scale is an operand of
 each such function here. It counts as differentiated where that gradient function
 differentiates, but not where a derivative within the loss does, whose gradients have no
 scale.
 
-A gradient that is not finite at a scale above 1 may be one that the scale made so,
-which a rule may hide: it clips infinity, or replaces NaN. Then all that it returns is
-NaN, so that the step is skipped. At a scale of 1 it is the rule's own business.
+A gradient that is non-finite at a scale above 1 may be so because of the scale, and a
+rule may hide it: it clips infinity, or replaces NaN. Then all its results become NaN,
+so that the step is skipped. At a scale of 1 the gradient is left to the rule.
 """
 
 import contextlib
@@ -58,11 +58,11 @@ _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def is_settled(equation: JaxprEqn, unsettled: Callable[..., Any]) -> bool:
-    """Whether the rule of a function is mpx's own, or is given what it is to be given.
+    """Returns whether a function's rule is mpx's own, or has its scale handled.
 
     Args:
         equation: A call of the function.
-        unsettled: The function of mpx that stands for one of a user's.
+        unsettled: The function of mpx that represents a user's function.
     """
     info = open_jaxpr(program_of(equation)).debug_info.func_src_info
     code = inspect.unwrap(unsettled).__code__  # types may be checked around it
@@ -73,27 +73,27 @@ def is_settled(equation: JaxprEqn, unsettled: Callable[..., Any]) -> bool:
 
 
 def ask_for_scale(closed: ClosedJaxpr, count: int) -> None:
-    """Begins the step again, with its scale, if a rule sees it.
+    """Begins the step again, with its loss scale, if a rule depends on it.
 
     Args:
         closed: The program of the rule.
-        count: How many of its last inputs are gradients.
+        count: The number of gradients, which are its last inputs.
 
     Raises:
-        StepAsked: It does, and a gradient function is there that gives it.
+        StepAsked: The rule depends on it, and a gradient function can provide it.
     """
     here = ambient()
-    # What is traced for another autocast function is that one's to rewrite.
+    # A trace for another autocast function is rewritten by that function.
     if not here.gives_scale or here.is_tracing or is_proportional(closed, count):
         return
     raise StepAsked
 
 
 def run_as_written(closed: ClosedJaxpr, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-    """Runs a program; what rules compute has their lines.
+    """Runs a program; the operations of rules keep their own source lines.
 
-    JAX gives it that of the call of the function, whose rule it traces only now, as it
-    always does in a jit or a loop.
+    JAX would give them the line of the call, as the rules are traced only now; in a jit
+    or a loop it always does so.
     """
     calls = [e for e in closed.eqns if e.primitive.name in _WITH_RULES]
     places = {id(e): place_of(open_jaxpr(program_of(e)))[0] for e in calls}
@@ -111,7 +111,7 @@ def run_as_written(closed: ClosedJaxpr, arrays: Sequence[AnyArray]) -> list[AnyA
 
 
 def may_see_scale(equation: JaxprEqn) -> bool:
-    """Whether the rule of a call is not known to be proportional to its gradient."""
+    """Returns whether a call's rule may not be proportional to its gradient."""
     types = avals(equation.invars)
     active = [i for i, aval in enumerate(types) if is_inexact(aval)]
 
@@ -128,7 +128,7 @@ def may_see_scale(equation: JaxprEqn) -> bool:
     gradients = [a for a in avals(equation.outvars) if is_inexact(a)]
     try:
         closed = jax.make_jaxpr(backward)(types, gradients)
-    except Exception:  # it stands in `shard_map`, whose axes it knows
+    except Exception:  # it is in a `shard_map`, and uses its axes
         return True
     return not is_proportional(closed, len(gradients))
 
@@ -139,13 +139,13 @@ def unscaled(
     gradients: Sequence[AnyArray],
     scale: AnyArray,
 ) -> list[AnyArray]:
-    """What a rule makes of gradients without their scale, scaled again.
+    """Applies a rule to gradients without their scale, and scales the results.
 
     Args:
         closed: The program of the rule, in declared dtypes.
         residuals: Its first inputs.
-        gradients: The others, scaled.
-        scale: The scale of the loss.
+        gradients: Its other inputs, scaled.
+        scale: The loss scale.
 
     Returns:
         Its results, in float32 or wider.

@@ -1,4 +1,8 @@
-"""What a training step gives to its products: the state of recipes, and its number."""
+"""The inputs of a training step's products: the state of recipes, and step values.
+
+`_slots`: scales that accompany each weight, and the amaxes that come back. `_operands`:
+these, stored weights, and the step's number and loss scale, as inputs of programs.
+"""
 
 from ._operands import (
     NOTHING_KNOWN,

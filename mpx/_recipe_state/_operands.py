@@ -1,4 +1,8 @@
-"""What programs get besides operands: slots, stored weights, facts of the step."""
+"""The inputs of a program besides its operands: slots, stored weights, step values.
+
+`StateOperands` packs them for inner programs. `at_step` provides the step's values to
+autocast functions, and `MissingScales` is the error where no state is provided.
+"""
 
 import contextlib
 import dataclasses
@@ -15,11 +19,11 @@ from ._slots import Slots
 
 
 class StepValues(NamedTuple):
-    """What a program is told of the training step.
+    """The values of the training step that are known in a program.
 
     Attributes:
         number: The number of the step; None if the program needs none.
-        scale: The scale of the loss; None if the program needs none.
+        scale: The loss scale; None if the program needs none.
     """
 
     number: Array | None = None
@@ -30,12 +34,10 @@ NOTHING_KNOWN = StepValues()
 
 
 class StateOperands:
-    """What a program gets besides its operands.
-
-    Their slots, the 8 bits that weights are stored in, and what is known of the step.
+    """The inputs of a program besides its operands: slots, 8-bit weights, step values.
 
     Attributes:
-        arrays: What the program gets.
+        arrays: The arrays that are passed to the program.
         form: All else that a rewritten program depends on.
     """
 
@@ -46,13 +48,13 @@ class StateOperands:
         stored: Sequence[QuantizedArray | None] = (),
         step: StepValues = NOTHING_KNOWN,
     ) -> None:
-        """Packs the slots of operands, what they are stored as, and the step.
+        """Packs the slots of operands, their stored forms, and the step's values.
 
         Args:
-            slots: Those of each operand.
+            slots: The slots of each operand.
             *lengths: The length of the scan that slices them.
-            stored: What each operand is stored as; nothing for none.
-            step: What is known of the training step.
+            stored: The stored form of each operand; empty if no operand has one.
+            step: The step's values.
         """
         self._slots = list(slots)
         self._lengths = lengths
@@ -61,7 +63,7 @@ class StateOperands:
             {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
         ]
         self._stored = list(stored) or [None] * len(self._slots)
-        # A scan slices the payload; the one scale is for all of its turns.
+        # A scan slices the payload; all iterations share the one scale.
         given = [x.payload if x and lengths else x for x in self._stored]
         self.arrays, self._tree = jax.tree.flatten((packed, given, step))
         pairs = zip(step._fields, step, strict=True)
@@ -72,7 +74,7 @@ class StateOperands:
     def unpacked(
         self, arrays: Sequence[Array]
     ) -> tuple[list[Slots | None], list[QuantizedArray | None], StepValues]:
-        """The slots of each operand, what each is stored as, and facts of the step."""
+        """Returns the slots and stored form of each operand, and the step's values."""
         packed, given, step = jax.tree.unflatten(self._tree, arrays)
         slots = [
             None if s is None else s.inside(own, self._lengths)
@@ -86,15 +88,14 @@ class StateOperands:
         return slots, given, step
 
 
-# ----------------------------------------------------------------------------
-# What a training step gives to who asks: its number, and the scale of its loss.
+# --- Values of the training step ------------------------------------------------------
 #
-# Recipes that round stochastically draw their noise by the number, so that it is
-# another one in each step. Derivative rules that are not proportional to their gradient
-# need the scale. A gradient function knows both, from its loss scaling. Where they are
-# known, programs that JAX has traced are of no use for the next step. So they are given
-# to those who need them: to a function that says so, or else when one that is called
-# inside asks; and an autocast function that has them hides them from what is traced
+# Recipes that round stochastically draw their noise by the step's number, so that it
+# differs in each step. Derivative rules that are not proportional to their gradient
+# need the loss scale. A gradient function knows both, from its loss scaling. A program
+# that was traced with them cannot be reused in the next step. So only functions that
+# need them get them: a function that declares it, or that calls one that asks for them
+# (`StepAsked`). An autocast function that has them hides them from what is traced
 # inside, until that asks.
 
 Result = TypeVar("Result")
@@ -102,23 +103,23 @@ Context = Callable[[Array | None], contextlib.AbstractContextManager[object]]
 
 
 class StepAsked(Exception):
-    """A function that is called inside rounds stochastically, or sees the scale."""
+    """An inner function rounds stochastically, or needs the loss scale."""
 
 
 class _Known:
-    """What is known of a step. Compared by identity, as it may be of tracers."""
+    """Holds a step's values. Compared by identity, as they may be tracers."""
 
     def __init__(self, number: Array) -> None:
         self.values = StepValues(number)
 
 
 def at_step(number: Array, call: Callable[[Context], Result]) -> Result:
-    """Differentiates a function in a training step whose number or scale it asks for.
+    """Differentiates a function in a training step, with its number or scale if needed.
 
     Args:
         number: The number of the step, an integer.
-        call: Differentiates the function, and calls it in the context that it is given,
-            of the scale as it is known there.
+        call: Differentiates the function. It gets a function that returns a context for
+            a scale, and calls the differentiated function in that context.
     """
     known = _Known(number)
 
@@ -138,7 +139,7 @@ def with_step(call: Callable[[StepValues], Result]) -> Result:
     """Rewrites and calls an autocast function where the step is known.
 
     Args:
-        call: Does it, given what is known. May be called twice.
+        call: Does so, given the step's values. May be called twice.
     """
     found = ambient().step
     assert isinstance(found, _Known)
@@ -150,31 +151,31 @@ def with_step(call: Callable[[StepValues], Result]) -> Result:
 
 
 def known_scale() -> Array | None:
-    """The scale of the loss, where a step has given it."""
+    """Returns the loss scale if the step has provided it, else None."""
     found = ambient().step
     return found.values.scale if isinstance(found, _Known) else None
 
 
 def asked_for_step() -> None:
-    """The number of the step where it is not known: None outside of training steps.
+    """Asks for the step's number where it is not known.
 
-    In one it begins again, and gives the number.
+    Returns None outside of training steps. In one it raises `StepAsked`, after which
+    the call begins again with the number.
     """
     if ambient().gives_step:
         raise StepAsked
 
 
 def is_random(recipes: Iterable[AbstractRecipe]) -> bool:
-    """Whether one of the recipes rounds stochastically."""
+    """Returns whether one of the recipes rounds stochastically."""
     return any(map(rounds_stochastically, recipes))
 
 
-# ----------------------------------------------------------------------------
-# The error of a recipe with a state where nothing holds its scales.
+# --- The error of a recipe with a state that has no scales ----------------------------
 
 
 class MissingScales(ValueError):
-    """A product asked for scales, and no state was provided.
+    """A product needed scales, and no state was provided.
 
     Attributes:
         recipe: The name of the recipe.
@@ -182,7 +183,7 @@ class MissingScales(ValueError):
     """
 
     def __init__(self, recipe: str, where: str) -> None:
-        """The message for a call outside of any training step."""
+        """Sets the message for a call outside of a training step."""
         super().__init__(
             f"`{recipe}`{where} needs a state, which only a training step has. Train "
             "with `mpx.filter_grad(func, scaling)` or the like and `scaling = "
@@ -196,7 +197,7 @@ class MissingScales(ValueError):
 def missing_from(
     scaling: AbstractLossScaling, call: str, recipe: str, where: str = ""
 ) -> ValueError:
-    """The error of a call whose loss scaling holds no scales.
+    """Returns the error of a call whose loss scaling contains no scales.
 
     Args:
         scaling: The loss scaling.

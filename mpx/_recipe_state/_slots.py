@@ -1,14 +1,14 @@
-"""The slots of recipes with a state: scales that come, and amaxes that go back.
+"""The slots of recipes with a state: scales passed in, and amaxes returned.
 
-Delayed scaling quantizes with scales that are known before a step, and learns an amax
-of each array in it. Both are kept by weight: the path of the parameter, and for each
-way of using it its named scope and shape. The scales travel with the weight, as
-*slots*: wherever a program hands the weight to a program inside, it hands over its
-slots, too; a scan over stacked layers cuts both alike.
+Delayed scaling quantizes with scales that are known before a step, and records an amax
+of each array in it. Both are stored by weight: by the path of the parameter, and for
+each use of it by named scope and shape. The scales accompany the weight, as *slots*:
+where a program passes the weight to an inner program, it passes its slots, too; a scan
+over stacked layers slices both alike.
 
-The amaxes come back as what JAX takes for the derivative of the scales. JAX would add
-up those of several uses, of which the maximum is wanted: so each use gets a copy of its
-own (`_copies.shared`), whose derivative rule is the maximum.
+The amaxes come back in the place of the derivative of the scales. JAX would add up
+those of several uses, but the maximum is needed. So each use gets its own copy
+(`shared`), whose derivative rule is the maximum.
 """
 
 import contextlib
@@ -26,18 +26,15 @@ from .._base.typing import Length, Shape
 from .._quantize import AbstractRecipe, Role, Target, amax_of, largest_magnitude
 from .._settings import ambient, with_ambient
 
-# ----------------------------------------------------------------------------
-# Copies of scales, and what comes back in the place of their derivatives.
-#
-# No derivatives, but amaxes: of several copies the maximum, where JAX would add up.
+# --- Copies of scales, whose "derivative" is the maximum of their amaxes --------------
 
-# Scales for input, weight and gradient.
+# The number of scales in a slot: for input, weight and gradient.
 ROLES = len(Role)
 _INPUT, _WEIGHT = (tuple(Role).index(role) for role in (Role.INPUT, Role.WEIGHT))
 
 
 def shared(x: Array, count: int) -> tuple[Array, ...]:
-    """Copies of scales, of whose amaxes the maximum comes back."""
+    """Copies scales; the maximum of the copies' amaxes comes back."""
     return (x,) if count == 1 else _shared(count, x)
 
 
@@ -59,13 +56,12 @@ _shared.defvjp(_shared_forward, _shared_backward)
 
 @jax.custom_vjp
 def with_input_scale(scales: Array, first: Array) -> Array:
-    """Scales with the input's of those of another product that reads the same array.
+    """Replaces the input's scale by that of another product that reads the same array.
 
-    Each slot learns what it would have learned alone. The first one learns the input's
+    Each slot records what it would have recorded alone. The first one gets the input's
     amax from all: its own product may have no derivative, behind a `stop_gradient`.
     """
-    # The compiler sees through these, and finds one number (2026-11: not through
-    # `.at[].set`).
+    # The compiler recognizes one scalar in these (2026-11: not in `.at[].set`).
     parts = (scales[:_INPUT], first[_INPUT : _INPUT + 1], scales[_INPUT + 1 :])
     return jnp.concatenate(parts)
 
@@ -84,7 +80,7 @@ with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
 
 @jax.custom_vjp
 def with_weight_amax(scales: Array, amax: Array) -> Array:
-    """Scales of which the weight's amax is known: where 0 comes back, it is this."""
+    """Returns the scales of a weight with a known amax, used if 0 comes back."""
     return scales
 
 
@@ -103,7 +99,7 @@ with_weight_amax.defvjp(_with_weight_amax_forward, _with_weight_amax_backward)
 
 
 def repeated(x: Array, length: int) -> Array:
-    """Scales for each turn of a loop, of whose amaxes the maximum comes back."""
+    """Repeats scales for each iteration of a loop; the amaxes' maximum comes back."""
     return _repeated(length, x)
 
 
@@ -123,11 +119,11 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
 _repeated.defvjp(_repeated_forward, _repeated_backward)
 
 
-# ----------------------------------------------------------------------------
+# --- States and requests --------------------------------------------------------------
 
 
 class SlotName(NamedTuple):
-    """Which slot: of which parameter, and for which use of it."""
+    """The name of a slot: its parameter, and the use of it."""
 
     parameter: str
     use: str
@@ -141,7 +137,7 @@ class Use(NamedTuple):
 
     Attributes:
         scope: The named scopes around it.
-        form: The shape that it has there, and what else tells uses apart.
+        form: The weight's shape there, and other distinctions of uses.
     """
 
     scope: str
@@ -152,7 +148,7 @@ class Use(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the state of a slot must be like.
+    """The requirements on the state of a slot.
 
     Attributes:
         recipe: The recipe.
@@ -164,18 +160,18 @@ class Request(NamedTuple):
 
 
 class StateRequests:
-    """The slots that a function asks for, instead of state.
+    """Collects the slots that a function needs, in place of a state.
 
     Attributes:
         requests: The slots.
-        quantized: What any recipe quantizes: which weights, in which uses.
+        quantized: The uses of weights that any recipe quantizes.
         shapes: The shapes of the weights, by path.
-        calls: How many calls of autocast functions there were.
-        is_switched_off: Whether a call was of a function that is switched off.
+        calls: The number of calls of autocast functions.
+        is_switched_off: Whether one of the called functions is switched off.
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts without requests."""
         self.requests: dict[SlotName, Request] = {}
         self.quantized: dict[SlotName, None] = {}
         self.shapes: dict[str, Shape] = {}
@@ -183,7 +179,7 @@ class StateRequests:
         self.is_switched_off = False
 
     def take(self) -> "StateRequests":
-        """The source of one more call of an autocast function."""
+        """Returns the source for one more call of an autocast function."""
         self.calls += 1
         return self
 
@@ -193,10 +189,10 @@ class State(NamedTuple):
 
     Attributes:
         scales: The scales of each slot.
-        recipes: The recipe that its state was made for.
+        recipes: The recipe that the state of each slot was made for.
         shapes: The shapes of the weights that it was made for, by path.
-        quantized: The uses of weights that a recipe quantizes, and no others; None in
-            a training step, which finds them out.
+        quantized: The only uses of weights that a recipe quantizes; None in a training
+            step, which decides on them itself.
     """
 
     scales: Mapping[SlotName, Array]
@@ -206,18 +202,18 @@ class State(NamedTuple):
 
 
 class ProvidedState:
-    """The state of all slots, for a few calls of autocast functions.
+    """The state of all slots, for a number of calls of autocast functions.
 
     Attributes:
-        taken: How many calls there were.
+        taken: The number of calls so far.
         used: The recipes that quantized a product in them.
         parameters: The paths of the weights of these functions.
-        has_recipe: Whether a call was of a function with a recipe.
-        is_switched_off: Whether a call was of a function that is switched off.
+        has_recipe: Whether one of the called functions has a recipe.
+        is_switched_off: Whether one of the called functions is switched off.
     """
 
     def __init__(self, state: State, calls: int) -> None:
-        """Makes a copy of the scales for each call."""
+        """Copies the scales for each call."""
         copies = {name: shared(x, calls) for name, x in state.scales.items()}
         self._rest = [{k: v[i] for k, v in copies.items()} for i in range(calls)]
         self._state = state._replace(scales={})
@@ -228,23 +224,23 @@ class ProvidedState:
         self.is_switched_off = False
 
     def take(self) -> State:
-        """The scales for one more call; the last ones again for calls not foreseen."""
+        """Returns the scales for one more call; unforeseen calls share the last."""
         self.taken += 1
         rest = self._rest.pop() if len(self._rest) > 1 else self._rest[0]
         return self._state._replace(scales=rest)
 
     def forget(self) -> None:
-        """Lets go of the scales.
+        """Drops the scales.
 
-        JAX's caches have the source in their keys, and hold it for as long as they
-        like: `jax.checking_leaks` names the tracers in it (JAX 0.10.2).
+        JAX's caches hold the source in their keys for any length of time:
+        `jax.checking_leaks` reports the tracers in it (JAX 0.10.2).
         """
         self._rest.clear()
 
 
 @contextlib.contextmanager
 def collecting_requests() -> Iterator[StateRequests]:
-    """Autocast functions that are called inside say which slots they need."""
+    """Collects the slots that autocast functions called inside need."""
     found = StateRequests()
     with with_ambient(source=found):
         yield found
@@ -252,7 +248,7 @@ def collecting_requests() -> Iterator[StateRequests]:
 
 @contextlib.contextmanager
 def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
-    """Autocast functions that are called inside take their scales from here."""
+    """Provides scales to autocast functions called inside."""
     provision = ProvidedState(state, calls)
     try:
         with with_ambient(source=provision):
@@ -262,18 +258,18 @@ def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
 
 
 def is_collecting_requests() -> bool:
-    """Whether functions that are called now say which slots they need."""
+    """Returns whether functions that are called now only request slots."""
     return isinstance(ambient().source, StateRequests)
 
 
 def note_used(
     recipes: Iterable[AbstractRecipe], parameters: Iterable[str], *, has_recipe: bool
 ) -> None:
-    """An autocast function that was called has quantized by these recipes.
+    """Records the recipes that an autocast function has quantized by.
 
     Args:
         recipes: The recipes.
-        parameters: The paths of the weights of the function.
+        parameters: The paths of the function's weights.
         has_recipe: Whether the function has a recipe.
     """
     source = ambient().source
@@ -284,9 +280,9 @@ def note_used(
 
 
 def first_step() -> contextlib.AbstractContextManager[object]:
-    """Functions that are given no state take the scales of a first step, which are 1.
+    """Makes functions without a state use the scales of a first step, which are 1.
 
-    For looking at a program: it computes with such scales only once.
+    For inspecting a program: such scales are right for one step only.
     """
     return with_ambient(is_first_step=True)
 
@@ -297,12 +293,13 @@ class Slots:
 
     Attributes:
         parameter: The path of the weight.
-        source: What collects requests; or, by the name of each use of the weight, what
-            is left of its scales; None where there is no state.
+        source: The collector of requests; or the remaining scales by the name of each
+            use of the weight; None where there is no state.
         recipes: The recipe that the scales of each use were made for.
         lengths: The lengths of the scans that slice the weight, the outermost first.
-        quantized: The uses that the state says are quantized; None if it says nothing.
-        sizes: The uses of which the parameter's amax is taken elsewhere, with its size.
+        quantized: The uses that the state records as quantized; None if it has no
+            record.
+        sizes: The sizes of the parameter for the uses whose amax is taken elsewhere.
     """
 
     parameter: str
@@ -319,12 +316,12 @@ class Slots:
         source: StateRequests | State | None,
         shape: Shape | None,
     ) -> "Slots":
-        """The slots of a parameter of the function.
+        """Makes the slots of a parameter of the function.
 
         Args:
             parameter: Its path.
-            source: Where they come from.
-            shape: That of the parameter; None if only a piece of it is here.
+            source: The source of the slots.
+            shape: The shape of the parameter; None if only a piece of it is here.
         """
         if not isinstance(source, State):
             if source is not None and shape is not None:
@@ -350,7 +347,7 @@ class Slots:
         )
 
     def measured(self, weight: Array, target: Target) -> "Slots":
-        """The same for a parameter whose amax is taken here, where the step begins.
+        """Returns slots whose weight amax is taken here, at the start of the step.
 
         So it is part of the kernel that reads the weight for the optimizer. In a
         product under `jax.checkpoint` it is a pass over the weight in each step: 0.8 of
@@ -362,7 +359,7 @@ class Slots:
         found = dict(self.source)
         sizes = {}
         for use, scales in self.source.items():
-            rows = scales.shape[:-1]  # the turns of scans that slice the weight
+            rows = scales.shape[:-1]  # the lengths of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
@@ -371,12 +368,12 @@ class Slots:
         return dataclasses.replace(self, source=found, sizes=sizes)
 
     def moved(self, *, is_mixed: bool) -> "Slots":
-        """Those of a weight that was moved, without amaxes that may be others' now.
+        """Returns the slots of a moved weight, without amaxes that may not apply now.
 
-        A scan may slice it in another order than that of its rows.
+        A scan may slice the moved weight along another axis.
 
         Args:
-            is_mixed: Whether numbers of other arrays stand among those of the weight.
+            is_mixed: Whether the result also contains values of other arrays.
         """
         if not self.sizes or not isinstance(self.source, dict):
             return self
@@ -386,42 +383,42 @@ class Slots:
         return dataclasses.replace(self, sizes={} if is_mixed else sizes)
 
     def is_measured(self, use: Use, shape: Shape) -> bool:
-        """Whether a weight of this shape is all of a parameter that was measured."""
+        """Returns whether a weight of this shape is a whole, measured parameter."""
         size = math.prod((*shape, *self.lengths))
         return self.sizes.get(self._name(use)) == size
 
     def is_quantized(self, use: Use) -> bool | None:
-        """Whether the run that the state is of quantizes a use; None: unknown."""
+        """Returns whether the state records a use as quantized; None if unknown."""
         if not self.quantized:
             return None if self.quantized is None else False
         return True if self._known(use) else None
 
     def has_scales(self, use: Use, *, otherwise: bool) -> bool:
-        """Whether the state has scales for a use; `otherwise` if unknown."""
+        """Returns whether the state has scales for a use; `otherwise` if unknown."""
         if self.quantized is None or not isinstance(self.source, dict):
             return otherwise
         return any(name in self.source for name in self._known(use))
 
     def _known(self, use: Use) -> list[str]:
-        """The names of a use in the state: its own, or those in other scopes."""
+        """Returns a use's names in the state: its own, or those in other scopes."""
         known, name = self.quantized or (), _named(str(use), self.lengths)
         form = _named(use.form, self.lengths)
         others = [k for k in known if k == form or k.endswith(f" {form}")]
         return [name] if name in known else others
 
     def note_quantized(self, use: Use) -> None:
-        """Says that a use is quantized, while requests are collected."""
+        """Records that a use is quantized, if requests are collected."""
         if isinstance(self.source, StateRequests):
             name = SlotName(self.parameter, _named(str(use), self.lengths))
             self.source.quantized[name] = None
 
     def _name(self, use: Use) -> str:
-        """What a use is called in the state: as the state knows it, if that is sure."""
+        """Returns the name of a use: the state's only one for it, or its own."""
         known = self._known(use)
         return known[0] if len(known) == 1 else _named(str(use), self.lengths)
 
     def take(self, way: Use, recipe: AbstractRecipe) -> Array | None:
-        """The scales for one use; None if there is no state."""
+        """Returns the scales for one use; None if there is no state."""
         use = self._name(way)
         if isinstance(self.source, StateRequests):
             name = SlotName(self.parameter, use)
@@ -455,25 +452,25 @@ class Slots:
                 "`amax_compute_algo` once.)"
             )
         # One copy for this use, one for those that follow: so each use gets its own,
-        # and the maximum of what comes back goes on.
+        # and the maximum of the amaxes comes back.
         mine, self.source[use] = shared(rest, 2)
         return mine
 
     @property
     def form(self) -> Hashable:
-        """All but the arrays: a key of caches."""
+        """All but the arrays: part of cache keys."""
         found = self.source.items() if isinstance(self.source, dict) else ()
         uses = tuple((use, x.shape, self.recipes[use]) for use, x in found)
         sizes = tuple(self.sizes.items())
         return self.parameter, uses, self.lengths, self.quantized, sizes
 
     def as_operands(self, is_cut: bool) -> dict[str, Array]:
-        """Copies of arrays for a program inside; for a scan of those that it cuts."""
+        """Copies scales for an inner program; for a scan only those it slices."""
         if not isinstance(self.source, dict):
             return {}
         taken = {}
         for use, rest in self.source.items():
-            # With an axis more: one row of scales for each turn of the scan.
+            # With another axis: one row of scales for each iteration of the scan.
             if rest.ndim > 1 or not is_cut:
                 taken[use], self.source[use] = shared(rest, 2)
         return taken
@@ -481,7 +478,7 @@ class Slots:
     def inside(
         self, arrays: dict[str, Array], lengths: tuple[int, ...] = ()
     ) -> "Slots":
-        """The slots in a program inside, of its arrays, sliced by scans of lengths."""
+        """Returns the slots in an inner program, with its arrays and scan lengths."""
         source = arrays if isinstance(self.source, dict) else self.source
         return dataclasses.replace(
             self, source=source, lengths=(*self.lengths, *lengths)
@@ -495,12 +492,12 @@ _SPLIT = (
 
 
 def _named(use: str, lengths: tuple[int, ...]) -> str:
-    """The name of a use of a weight that scans of these lengths slice."""
+    """Returns the name of a use of a weight that scans of these lengths slice."""
     return f"{use} of {'x'.join(map(str, lengths))}" if lengths else use
 
 
 def brief(recipe: AbstractRecipe) -> str:
-    """A recipe as one would write it: what is not the default."""
+    """Returns a recipe as code, without options that have their defaults."""
     options = [
         f"{field.name}={getattr(recipe, field.name)!r}"
         for field in dataclasses.fields(recipe)
