@@ -224,7 +224,7 @@ class DelayedScaling(AbstractRecipe):
         )
 
     def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
-        """Returns the scale of an amax; `otherwise` if it is subnormal or non-finite."""
+        """Returns the scale of an amax; `otherwise` if that is zero or non-finite."""
         quantizer = self.quantizer(role)
         assert isinstance(quantizer, TensorQuantizer)  # overrides are refused
         usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
