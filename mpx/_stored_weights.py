@@ -4,8 +4,8 @@ For a weight $m$ (float32, in the state of `mpx.master_weights`) the model has
 
 $$p = \operatorname{quantize}(m)$$
 
-a byte per value instead of four, also if the weights are replicated or gathered in
-every step, and their float32 copies are sharded beside the moments.
+a byte per value instead of four. The model's weights may be replicated, or gathered in
+every step, while their float32 copies are sharded beside the moments.
 
 Any function trains on such a model. `mpx.autocast` and the gradient functions
 dequantize their arguments, and gradients are those of the dequantized values, in the

@@ -353,7 +353,7 @@ def kinds(cls: Any) -> dict[str, Any]:
 
 
 def _migrated(state: object, call: str) -> dict[str, Any]:
-    """Returns a state of any version in the form of this version."""
+    """Adds later versions' fields to a state, and a kind to a published MPX's."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{call} needs the dictionary from `state_dict()`; got {state!r}."

@@ -6,7 +6,7 @@ In order of reading:
 * `_policy`: `Policy`, the dtypes of parameters, computation, outputs and communication;
 * `_rules`: `Rule` and `Rules`, the user's choice for single operations;
 * `_settings`: `Settings`, the options of autocast, and the mark of its functions;
-* `_ambient`: the records of what applies around a call.
+* `_ambient`: the state around a call, in two records.
 """
 
 from ._ambient import (

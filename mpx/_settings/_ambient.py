@@ -51,7 +51,7 @@ class Ambient:
 
     Attributes:
         settings: Defaults of functions that do not set the option themselves.
-        is_tracing: Whether autocast will rewrite what is traced here.
+        is_tracing: Whether autocast will rewrite the function traced here.
         is_control: Whether autocast is disabled here, overriding all settings.
         contexts_switch_on: Whether contexts in a traced function enable autocast.
         is_switched_off: Whether this is part of a switched-off function.
@@ -65,7 +65,7 @@ class Ambient:
             it.
         gives_scale: The same for functions that need the scale of its loss.
         asks_demands: Called with the dtypes that a call demands of its inputs.
-        takes_notes: Whether emitted equations carry notes of what was decided.
+        takes_notes: Whether emitted equations carry notes of decisions.
     """
 
     settings: Settings = Settings()

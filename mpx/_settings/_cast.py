@@ -150,9 +150,9 @@ def cast_function(
     """Wraps a function to compute in `dtype` and return `return_dtype`.
 
     1. cast every float leaf of the arguments to `dtype` (see `cast_tree`), and of
-       `func` itself where it is a callable PyTree such as an Equinox layer;
+       `func` itself if it is a callable PyTree such as an Equinox layer;
     2. call `func`;
-    3. cast every float leaf of the result, whatever its tree, to `return_dtype`
+    3. cast every float leaf of the result, any PyTree, to `return_dtype`
        (`dtype` if None).
 
     Equinox's `State` is passed and returned unchanged: statistics stay in full

@@ -47,7 +47,7 @@ class Settings:
         residuals: "small" or "fast"; None if not set.
         is_enabled: Whether anything is cast.
         rules: The user's rules.
-        is_strict: Whether implicit promotions and the like are errors.
+        is_strict: Whether autocast raises for what it otherwise only reports.
         recipe: How weight matmuls are quantized; None if they are not.
         target: The device to compile for; None if not set.
         wire: The dtypes of communication of weights and gradients; None: those of the

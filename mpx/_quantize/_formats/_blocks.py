@@ -1,4 +1,4 @@
-"""Blocks of an array, the scales of what shares one, and amaxes over devices.
+"""Blocks of an array, their scales, and amaxes over devices.
 
 A block is cut along one axis, or a pair of axes, into pieces of equal length. Axes are
 negative, so they keep their meaning when a vmap or a stack of layers adds an axis in

@@ -93,7 +93,7 @@ def contractions(
     left_part = tuple(range(len(lb), first))
     right_part = tuple(range(first, rank))
     forward = Contraction(dimension_numbers, tuple(range(rank)))
-    # An operand's contracted axes come last, in the order of the other operand.
+    # An operand's contracted axes come from the other operand, in its order.
     left_rest = [axis for _, axis in sorted(zip(rc, lc, strict=True))]
     right_rest = [axis for _, axis in sorted(zip(lc, rc, strict=True))]
     for_left = Contraction(

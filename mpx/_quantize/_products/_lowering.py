@@ -1,6 +1,6 @@
 """Computes one matmul of quantized operands, on the fastest path of its device.
 
-The paths differ in how a matmul is computed, not in what is quantized:
+The paths differ in the computation of a matmul, not in its quantized operands:
 
     emulated      float32 matmul of dequantized operands: exact up to the sums.
                   bfloat16 operands on a CPU, if those hold the values exactly
@@ -383,18 +383,18 @@ def has_units(
 
 
 def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
-    """Returns a copy of the data that only this FP8 matmul of CUDA reads.
+    """Separates the data of an FP8 matmul of CUDA from matmuls that share it.
 
     XLA merges matmuls that share an operand, such as q, k and v, into one, and cuts
     each result out with a separate kernel: 6.4 of 85 GB in a Llama of 8 layers (jax
-    0.10.2, compiled for sm_90, November 2026). A barrier that joins the data with the
-    scale of this weight prevents it.
+    0.10.2, compiled for sm_90, November 2026). A barrier on the data and the scale of
+    this weight prevents it.
 
     Args:
         x: The data.
         w: The weight.
         contracted: The axes of the data that the matmul sums over. If they are not the
-            last ones, XLA transposes the data first, once for all matmuls.
+            last ones, XLA transposes the data first, once for all matmuls: no barrier.
         target: The device.
     """
     last = tuple(range(x.ndim - len(contracted), x.ndim))

@@ -29,7 +29,7 @@ from ._lowering import Operand
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Turns an array into the operands of its two products.
+    """Makes the operands of an array's two products.
 
     Attributes:
         recipe: Gives the quantizers.

@@ -116,7 +116,7 @@ Extra = tuple[Array, ...]
 
 
 class Residuals(eqx.Module):
-    """What a product saves for backward.
+    """The arrays that a product saves for backward.
 
     Attributes:
         data: The copy that dw contracts.

@@ -12,8 +12,8 @@ replaces them: x * 0 is added, which is zero, or NaN if x is infinite or NaN. So
 operation waits for an amax that is not used for a scale: the amax of delayed scaling's
 weights is fused into the optimizer's kernel, which reads them anyway.
 
-One result differs from rounding by arithmetic: values below 2^-126 are not flushed to
-zero if a scale brings them into range.
+One result differs from rounding by arithmetic, which all other devices use: values
+below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
 import functools
@@ -130,8 +130,8 @@ class _Cast(Arithmetic):
         return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
 
     def to_four_bits(self, x: Array, axis: int, key: Key | None) -> Array:
-        # The dtype already packs two codes in a byte, so no computation is needed; of
-        # the slices in `pack` XLA makes one array after the other.
+        # The dtype already packs two codes in a byte, so no computation is needed. In
+        # `pack`, XLA makes one slice of the array after the other.
         numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)
         pairs = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
         return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)

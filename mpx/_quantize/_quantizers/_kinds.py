@@ -120,7 +120,7 @@ class TensorQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
     x \approx q \cdot (1 / s)$$
 
-    The maximum is that of the finite numbers; $s = 1$ where it is zero, and $s$ stays
+    The maximum is that of the finite numbers; $s = 1$ if it is zero, and $s$ stays
     within $2^{\pm 126}$. An infinity or a NaN becomes NaN without affecting its
     neighbours. `mpx.quantization.quantize(..., scale=s)` uses a given scale, as delayed
     scaling does; finite numbers then saturate to MAX.
@@ -177,7 +177,7 @@ class BlockQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
     x \approx q \cdot (1 / s_b)$$
 
-    `power_of_two_scales=False` omits the floor. $s_b = 1$ where the amax of a block is
+    `power_of_two_scales=False` omits the floor. $s_b = 1$ if the amax of a block is
     zero, and it stays within $2^{\pm 126}$. A block that contains an infinity or a NaN
     has the scale NaN and is NaN.
 
@@ -290,7 +290,7 @@ class NVFP4Quantizer(AbstractQuantizer):
     b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
     q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
 
-    and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ where the amax of the tensor is
+    and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ if the amax of the tensor is
     zero, and at most $2^{100}$. If an array contains an infinity or a NaN, all its
     scales and so all its values are NaN, since E2M1 has none. Blocks whose scale rounds
     to zero are zero.

@@ -419,7 +419,7 @@ class CustomRecipe(AbstractRecipe):
 
 
 def format_of(format: Format, role: Role) -> Format:
-    """The format of a role: of a pair the second one is for gradients."""
+    """Returns the format of a role: a pair's second one for gradients."""
     return format.backward if role is Role.GRADIENT else format.forward
 
 
