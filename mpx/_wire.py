@@ -363,7 +363,7 @@ def dtype_of_sums(wire: Wire | None, primitive: str) -> np.dtype | None:
     """Returns the dtype of a product's weight gradient, so that sums have it.
 
     For convolutions only if set explicitly: cuDNN has no half-precision convolution
-    with a float32 result. XLA casts the operands, and computes it in float32 (jaxlib
+    with a float32 result. XLA casts the operands, and computes in float32 (jaxlib
     0.10.2 for an H100, 2026-11).
 
     Args:

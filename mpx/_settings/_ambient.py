@@ -1,9 +1,9 @@
 """The state around a call that is not in its signature: set and read only here.
 
 `Ambient` is part of the keys of JAX's trace caches: a function traced under one record
-is traced again under another. So each of its fields changes the emitted program, is
-hashable, and stays equal if nothing is to be traced again. `Unkeyed` is in no key: it
-has lists that grow, and facts about arrays of this call.
+is traced again under another. So anything that changes an emitted program is a field of
+it, hashable, and equal to its old value if nothing is to be traced again. `Unkeyed` is
+in no key: it has lists that grow, and facts about arrays of this call.
 
 Each call of autocast reads both once, at its beginning, and does not check separately
 for notes, communication or state: unused features cost nothing.
