@@ -1,38 +1,37 @@
 r"""Weights that are stored in 8 bits: `quantize_weights` and `dequantize_weights`.
 
-Of a weight $m$ (float32, in the state of `mpx.master_weights`) the model holds
+For a weight $m$ (float32, in the state of `mpx.master_weights`) the model has
 
 $$p = \operatorname{quantize}(m)$$
 
-a byte for each number instead of four: where weights lie on every device, or are
-gathered in every step, and their float32 copies lie in pieces beside the moments.
+a byte per value instead of four. The model's weights may be replicated, or gathered in
+every step, while their float32 copies are sharded beside the moments.
 
 Any function trains on such a model. `mpx.autocast` and the gradient functions
-dequantize what they are given, and gradients are those of the numbers that come out, in
-the dtype that the weight had. A product under a recipe whose weights have one scale and
-the same format reads the payload as it is: nothing is dequantized or quantized for it
-(see `_payloads`). Other recipes quantize the numbers again.
+dequantize their arguments, and gradients are those of the dequantized values, in the
+dtype of the original weight. A product under a recipe whose weights have one scale and
+the same format reads the payload directly, without dequantizing or quantizing (see the
+last section). Other recipes quantize the values again.
 
-A weight with one scale is written with one that is known before the step, so that the
-kernel of the optimizer writes it:
+A weight with one scale is written with a scale that is known before the step, so that
+the optimizer's kernel writes it:
 
 $$s = 2^{\lfloor \log_2(\mathrm{MAX} / 4 a) \rfloor}, \qquad
 a = \max |m| \text{ two steps before}$$
 
-A power of two, so that numbers do not depend on the scale: E4M3 rounds all that are
-above 2^-11 of the largest with the same digits under any of them.
+A power of two, so that values do not depend on the scale: E4M3 rounds all values above
+2^-11 of the largest to the same number of digits under any of these scales.
 
 Sharp edges:
 
-- A number that grows to more than four times `a` in two steps saturates until the scale
+- A value that grows to more than four times `a` in two steps saturates until the scale
   has followed; its master keeps it.
-
-- Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
-- JAX's own gradient functions would give zeros, in 8 bits: that is an error.
-- `jax.tree.map` may move its arrays, not compute with them: an average of models is one
-  of `dequantize_weights(model)`, or of the masters. Anything else is an error.
-- A stored weight is no array. What computes with one says so; `dequantize_weights`
-  gives arrays, for functions that mpx does not call.
+- Only `mpx.master_weights` can update them: 8 bits are too coarse for a step.
+- JAX's own gradient functions raise; they would give zeros, in 8 bits.
+- `jax.tree.map` may move its arrays, not compute with them: average
+  `dequantize_weights(model)`, or the masters. Anything else raises.
+- A stored weight is not an array, and arithmetic on it raises; for functions that mpx
+  does not call, `dequantize_weights` gives arrays.
 """
 
 import contextlib
@@ -62,19 +61,17 @@ from ._quantize import (
 )
 from ._settings import Payloads as Payloads, unkeyed, with_unkeyed
 
-# ----------------------------------------------------------------------------
-# Classes that are written by `flax.serialization` as their arrays.
+# --- Flax: register classes that `flax.serialization` writes as their arrays ----------
 #
-# Flax writes what is registered with it, and says of everything else that it can not be
-# serialized. So these classes are registered where such objects are made, if the
-# program has imported Flax by then; mpx never does.
+# Flax raises for unregistered classes. So they are registered where such objects are
+# made, if the program has imported Flax by then; mpx never imports it.
 
 
 def register_with_flax(*classes: type) -> None:
-    """Registers classes with Flax, if it is imported; again is allowed."""
+    """Registers classes with Flax, if it is imported; may be called repeatedly."""
     serialization: Any = sys.modules.get("flax.serialization")
     register = getattr(serialization, "register_serialization_state", None)
-    if register is None:  # not imported, or not wholly yet
+    if register is None:  # not imported, or only in part
         return
     for cls in classes:
         register(cls, _written, _restored, override=True)
@@ -100,25 +97,25 @@ def _restored(target: PyTree, state: Any) -> PyTree:
     return jax.tree.unflatten(tree, found)
 
 
-# ----------------------------------------------------------------------------
+# --- Stored weights -------------------------------------------------------------------
 
 _CALL = "`mpx.quantization.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
-# A written weight has room for numbers so many times as large as the largest of its
+# A written weight has room for values this many times as large as the largest of its
 # master two steps before, and a little more, as scales are powers of two.
 _ROOM = 4.0
-# What stands for the largest number of a master that is zero: numbers up to 0.4 and
-# down to 4e-6 (2e-6 with three digits less) then have a place in E4M3.
+# Replaces the largest magnitude of an all-zero master: E4M3 then represents values up
+# to 0.4 and down to 4e-6 (2e-6 with three digits less).
 _OF_ZEROS = 0.1
 
 
 class Range(NamedTuple):
-    """What is known of a weight with one scale before the next one is written.
+    """The inputs of a weight's scale that are known before the weight is written.
 
     Attributes:
-        amax: The largest finite magnitude of the master that the step began with.
+        amax: The largest finite magnitude of the master before the step.
         inverse_scale: That of the weight which the step wrote. A weight with another
-            one comes from outside.
+            one was not written by the optimizer.
     """
 
     amax: Array
@@ -178,7 +175,7 @@ class StoredWeight(Whole):
         )
 
     def _range(self, master: Array) -> Range | None:
-        """What `_with` wants to know next time, in the kernel that reads the master.
+        """Returns what `_with` needs in the next step; computed as the master is read.
 
         Args:
             master: In float32, as it was before the step.
@@ -190,9 +187,9 @@ class StoredWeight(Whole):
         return Range(amax, self.quantized.inverse_scale)
 
     def _scale(self, known: Range | None) -> Array | None:
-        """The scale to write the next weight with; None: that of its own numbers.
+        """Returns the scale to write the next weight with; None: from its own values.
 
-        A power of two, so that a number is rounded to the same one under any of them.
+        A power of two, so that a value is rounded to the same one under any of them.
         """
         if known is None or not isinstance(self.quantizer, TensorQuantizer):
             return None
@@ -207,12 +204,12 @@ class StoredWeight(Whole):
         return rounded._scale(jnp.minimum(amax, jnp.finfo(_FLOAT32).max))
 
     def _with(self, x: Array, known: Range | None = None) -> "StoredWeight":
-        """A weight that is stored in the same way, from numbers of float32.
+        """Returns a weight that is stored in the same way, from float32 values.
 
         Args:
-            x: The numbers. Of those beyond the range the largest of the format is left.
-            known: What gives the scale, so that nothing waits for all of `x`; None: `x`
-                itself does.
+            x: The values. Those beyond the range become the largest of the format.
+            known: Sets the scale, so that no operation waits for all of `x`; None: the
+                scale is computed from `x`.
         """
         scale = self._scale(known)
         quantized = quantize(x, self.quantizer, axis=self.axis, scale=scale)
@@ -221,21 +218,21 @@ class StoredWeight(Whole):
         return StoredWeight(quantized, self.quantizer, self.axis)
 
     def _full(self) -> Array:
-        """What is stored, in float32."""
+        """Returns the stored values, in float32."""
         return dataclasses.replace(self.quantized, dtype=_FLOAT32).dequantize()
 
     def _is_written(self, known: Range) -> Array:
-        """Whether the optimizer wrote this weight, and nobody else."""
+        """Returns whether the optimizer wrote this weight."""
         return self.quantized.inverse_scale == known.inverse_scale
 
     def _is_rounded(self, x: Array, known: Range | None = None) -> Array:
-        """Whether numbers of float32 are within the rounding of what is stored.
+        """Returns whether float32 values are within the rounding of the stored ones.
 
-        What an optimizer wrote may be the largest number of the format in the place of
-        a larger one.
+        In a weight that the optimizer wrote, the largest value of the format also
+        matches larger ones.
 
-        Not whether they quantize to the same bits: a scale that a compiler divides for
-        in another way would change all of them.
+        The bits are not compared: a compiler that divides differently for the scale
+        would change all of them.
         """
         payload, number = self.quantized.payload, self._full()
         ones = dataclasses.replace(
@@ -245,7 +242,7 @@ class StoredWeight(Whole):
         smallest = self.quantized.format.smallest_normal * 2.0**-digits
         relative = jnp.maximum(jnp.abs(x), jnp.abs(number)) * 2.0 ** -(digits + 1)
         absolute = ones.dequantize() * (smallest / 2)
-        # A little more, for the rounding of the scales.
+        # Slightly more, for the rounding of the scales.
         is_near = jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2**-10)
         if known is None:
             return is_near
@@ -271,7 +268,7 @@ def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
 
 
 def is_stored(node: object) -> bool:
-    """Whether a node of a tree is a weight in 8 bits."""
+    """Returns whether a node of a tree is a weight in 8 bits."""
     return isinstance(node, StoredWeight)
 
 
@@ -390,14 +387,14 @@ def dequantize_weights(model: PyTree) -> PyTree:
 
 
 def _is_subnormal(x: Array | np.ndarray) -> bool:
-    """Whether the largest magnitude of an array is subnormal in float32."""
+    """Returns whether the largest magnitude of an array is subnormal in float32."""
     if isinstance(x, Tracer | jax.ShapeDtypeStruct) or not x.size:
         return False
     x = jnp.asarray(x)
     dtype, smallest = x.dtype, jnp.finfo(jnp.float32).smallest_normal
     if jnp.finfo(dtype).smallest_normal > smallest:  # all of float16 are normal there
         return False
-    # By their bits, which are in order: as numbers, XLA takes them for zeros.
+    # By their bits, which have the same order: XLA treats subnormal values as zeros.
     unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, unsigned)
     magnitudes = bits & np.array(np.iinfo(unsigned).max >> 1, unsigned)
@@ -427,31 +424,30 @@ def _check(quantizer: object, where: object) -> None:
         )
 
 
-# ----------------------------------------------------------------------------
-# Which arrays stand for weights in 8 bits, so that products can read those instead.
+# --- Payloads: the 8 bits of dequantized arrays, for products that can read them ------
 #
-# Functions compute with arrays, so a stored weight is dequantized where a function is
-# called. A product under a recipe of the same format reads its 8 bits: the payload and
-# the one inverse scale, as they are, and nothing reads the array, which is then never
-# made (under `jax.jit`). Its gradient goes to the array, as ever.
+# Functions compute with arrays, so a stored weight is dequantized when a function is
+# called. A product under a recipe of the same format reads the payload and its one
+# inverse scale instead; the array is then unused, and never made under `jax.jit`. Its
+# gradient still goes to the array.
 #
 # An array and its payload are paired by the identity of the array, from the gradient
 # function, which dequantizes and differentiates, to the autocast function in it.
 #
-# Sharp edge: what JAX traces on the way (`jax.jit`, `jax.checkpoint` or `jax.shard_map`
-# around the autocast function, inside of the gradient function) makes arrays of its
-# own, of which nothing is known: a recipe quantizes them, as it does other weights.
+# Sharp edge: a trace in between (`jax.jit`, `jax.checkpoint` or `jax.shard_map` around
+# the autocast function, inside of the gradient function) makes new arrays without a
+# known payload: a recipe quantizes them like other weights.
 
 
 def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
-    """A tree with arrays for stored weights, and the payloads that are known.
+    """Returns a tree with arrays for stored weights, and the known payloads.
 
     Args:
         tree: Any PyTree.
 
     Returns:
-        What `dequantize_weights` gives, and the payloads of the arrays in it that have
-        one scale: those of `tree` and those that `reading` told of.
+        The result of `dequantize_weights`, and the payloads of arrays with one scale:
+            those of `tree` and those set by `reading`.
     """
     arrays = dequantize_weights(tree)
     known = unkeyed().payloads
@@ -471,18 +467,18 @@ def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
 
 
 def reading(payloads: Payloads) -> contextlib.AbstractContextManager[None]:
-    """Autocast functions that are called inside know these payloads."""
+    """Makes these payloads known to autocast functions that are called inside."""
     return with_unkeyed(payloads=payloads)
 
 
 def standing_for(
     arrays: PyTree, others: PyTree
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, arrays such as tracers of a derivative are others of one structure.
+    """Gives arrays, such as tracers of a derivative, the payloads of other arrays.
 
     Args:
         arrays: The arrays, as a function gets them.
-        others: Those that may be known.
+        others: Arrays of the same structure, whose payloads may be known.
     """
     known = unkeyed().payloads
     if not known:
@@ -497,7 +493,7 @@ def standing_for(
 
 
 def payload_of(array: object, payloads: Mapping[int, Any]) -> QuantizedArray | None:
-    """The payload that an array stands for, if it is known."""
+    """Returns the payload of an array; None if unknown."""
     found = payloads.get(id(array))
     return None if found is None else found[1]
 

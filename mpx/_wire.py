@@ -1,17 +1,19 @@
-r"""Weights that travel between devices in few bits, and the way back of gradients.
+r"""Weights communicated in few bits, and the sums of their gradients over devices.
 
-A weight $w$ that lies in pieces is gathered where it is used. If all that uses it casts
-it to half precision, the pieces are cast, and not the whole:
+A sharded weight $w$ is gathered where it is used. If all its uses cast it to half
+precision, the shards are cast instead of the gathered weight:
 
 $$y = \operatorname{f32}\big(\operatorname{gather}(\operatorname{half}(w))\big)
 \qquad \bar w = \operatorname{gather}^T(\operatorname{reduce}(\bar y))$$
 
 with $\bar y$ the gradients of all uses, summed in float32, and the transpose of the
-gather, a sum over the devices, in the dtype that the policy says. The compiler finds
-that the cast to float32 and the cast of each use undo each other.
+gather, a sum over the devices, in the dtype of the policy (`Wire`). The compiler
+removes the cast to float32 together with the cast of each use.
 
-This holds in the gradient functions only, which differentiate in reverse mode: what is
-sent has a derivative rule of its own.
+In order: sending a weight in half precision; a `Gathering`, which is sent in the form
+that its first use needs; the dtype of gradients' sums. All of it is for the gradient
+functions, which differentiate in reverse mode: the derivative rules here have no
+forward mode.
 """
 
 import dataclasses
@@ -41,10 +43,10 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def travelling_dtype(wire: Wire, name: str, half: np.dtype) -> np.dtype | None:
-    """The dtype in which a weight goes through a primitive; None: as it is written.
+    """Returns the dtype in which a weight passes a primitive; None: unchanged.
 
     Args:
-        wire: What was said.
+        wire: The dtypes of communication.
         name: The primitive.
         half: The dtype that the weight is computed with.
     """
@@ -56,13 +58,13 @@ def travelling_dtype(wire: Wire, name: str, half: np.dtype) -> np.dtype | None:
 def gathered(
     equation: JaxprEqn, weight: AnyArray, dtype: np.dtype, wire: Wire
 ) -> AnyArray:
-    """A float32 weight that travels in a dtype, rounded to it and float32 again.
+    """Gathers a float32 weight in a dtype; returns it rounded, as float32.
 
     Args:
-        equation: What brings its pieces together.
-        weight: The weight as it lies.
+        equation: The equation that gathers it.
+        weight: The sharded weight.
         dtype: The dtype.
-        wire: What was said of travelling.
+        wire: The dtypes of communication.
     """
 
     def move(x: AnyArray) -> AnyArray:
@@ -77,10 +79,9 @@ def gathered(
 def only_gradient(
     move: Callable[[AnyArray], AnyArray], weight: AnyArray, wire: Wire
 ) -> AnyArray:
-    """Zeros in the place of a float32 weight that arrives in another way.
+    """Returns zeros in place of a float32 weight that is sent in another way.
 
-    What they are differentiated by goes back as it would from the weight: only the
-    gradient travels.
+    Their gradient goes back like the weight's: only the gradient is communicated.
     """
 
     def send(weight: AnyArray) -> AnyArray:
@@ -98,13 +99,14 @@ def _sent(
     weight: AnyArray,
     wire: Wire,
 ) -> AnyArray:
-    """What is sent of a weight, and its gradient by the transpose of `move`."""
+    """Calls `send` with a weight; its gradient is by the transpose of `move`."""
     is_constraint = not manual_axes() and not _has_explicit_axes(weight)
 
     def backward(_: None, g: AnyArray) -> tuple[AnyArray]:
         if is_constraint:
-            # The compiler adds up where the gradient is made, and sends each device
-            # its part; the transpose of a constraint would want the whole everywhere.
+            # The compiler sums where the gradient is made, and sends each device its
+            # shard; the transpose of a constraint would need the whole gradient
+            # everywhere.
             return (g,)
         like = jax.typeof(weight).update(dtype=wire.reduce_dtype)
         narrow = g.astype(wire.reduce_dtype)
@@ -122,16 +124,16 @@ def _has_explicit_axes(x: AnyArray) -> bool:
 
 
 def cast_where_it_lies(weight: AnyArray, dtype: np.dtype) -> AnyArray:
-    """A weight in half precision before it travels; see `where_it_lies`."""
+    """Casts a sharded weight to half precision; see `where_it_lies`."""
     return where_it_lies(jax.lax.convert_element_type(weight, dtype))
 
 
 def where_it_lies(narrow: AnyArray) -> AnyArray:
-    """Holds a cast where what it is made of lies.
+    """Keeps a cast on the devices of its operand's shards.
 
-    An open constraint says nothing about where that is. Without it the compiler moves
-    the constraint that follows to the other side of the cast (Shardy of jaxlib 0.10.2,
-    2026-11), and the whole float32 array travels.
+    By a constraint that leaves the sharding open. Without it the compiler moves the
+    next constraint before the cast (Shardy of jaxlib 0.10.2, 2026-11), and the whole
+    float32 array is communicated.
     """
     if manual_axes() or _has_explicit_axes(narrow):
         return narrow
@@ -146,7 +148,7 @@ def where_it_lies(narrow: AnyArray) -> AnyArray:
 
 @jax.custom_vjp
 def joined(narrow: AnyArray, zeros: AnyArray) -> AnyArray:
-    """The weight where it has arrived, float32, whose gradient goes to the zeros."""
+    """Returns the gathered weight in float32, whose gradient goes to the zeros."""
     return narrow.astype(FLOAT32)
 
 
@@ -157,24 +159,23 @@ def _joined_forward(narrow: AnyArray, zeros: AnyArray) -> tuple[AnyArray, None]:
 joined.defvjp(_joined_forward, lambda _, g: (None, g))
 
 
-# ----------------------------------------------------------------------------
-# A weight that is gathered, sent in the form that what uses it asks for.
+# --- `Gathering`: a weight that is sent in the form that its first use needs ----------
 #
-# A product under a recipe reads 8 bits of a weight, everything else half precision.
-# Which it is to be is known when the product is emitted, and not where the program
-# gathers. So what gathers makes a `Gathering`, and the first use of its value sends it.
+# A product under a recipe reads 8 bits of a weight, other operations half precision.
+# Which one is known only when the product is emitted, after the program gathers. So the
+# gathering equation makes a `Gathering`, and the first use of its value sends it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """What an equation gathers.
+    """A gathered weight that has not been sent yet.
 
     Attributes:
-        weight: The float32 weight as it lies.
-        equation: The equation.
-        dtype: The dtype in which it travels as an array.
-        wire: What was said of travelling.
-        moves: What moves it where it has arrived, or gathers it further.
+        weight: The sharded float32 weight.
+        equation: The equation that gathers it.
+        dtype: The dtype in which it is sent as an array.
+        wire: The dtypes of communication.
+        moves: Later equations that move the gathered weight, or gather it further.
     """
 
     weight: AnyArray
@@ -185,16 +186,16 @@ class Gathering:
 
     @property
     def shape(self) -> Shape:
-        """The shape in which it arrives."""
+        """The shape of the gathered weight."""
         last = self.moves[-1] if self.moves else self.equation
         return aval_of(last.outvars[0]).shape
 
     def then(self, equation: JaxprEqn) -> "Gathering":
-        """The same, and then moved by an equation where it arrives."""
+        """Returns a copy that is then also moved by an equation."""
         return dataclasses.replace(self, moves=(*self.moves, equation))
 
     def arrive(self) -> AnyArray:
-        """Sends it rounded to its dtype; float32 where it arrives."""
+        """Sends it rounded to its dtype; returns the gathered weight in float32."""
         with execution_context(self.equation):
             whole = gathered(self.equation, self.weight, self.dtype, self.wire)
         return self._moved(whole)
@@ -209,9 +210,11 @@ class Gathering:
             scales: The scales of delayed scaling.
 
         Returns:
-            What the gradient goes to, and the weight; None if it is to be an array.
+            The array that gets the gradient, and the weight; None if it must be sent as
+            an array.
         """
-        # What a device gathers on its own needs one scale, which is none of its own.
+        # Inside a user's `shard_map` each shard would get its own scale, but the
+        # gathered weight needs one.
         is_apart = self.wire.is_alone and bool(manual_axes())
         if self.wire.gather_dtype is not None or is_apart or not may_travel(product):
             return None
@@ -228,9 +231,9 @@ class Gathering:
 
     @property
     def _is_only_typed(self) -> bool:
-        """Whether a weight that lies in pieces has the shape of what arrives.
+        """Whether gathering only changes the sharding, so the shape stays.
 
-        The product then gives each device its piece of the gradient, not the whole.
+        The product then gives each device its shard of the gradient, not the whole.
         """
         names = {equation.primitive.name for equation in self.moves}
         is_placed = self.equation.primitive.name in ("sharding_constraint", "reshard")
@@ -251,13 +254,11 @@ def _bound(equation: JaxprEqn, x: Any) -> AnyArray:
     return bind_equation(equation, x)[0]
 
 
-# ----------------------------------------------------------------------------
-# Gradients that devices sum, in the dtype of the policy.
+# --- Gradients summed over devices, in the dtype of the policy ------------------------
 #
-# Under `jax.jit` over a mesh the sum over devices belongs to the product that makes a
-# weight's gradient, and is in the dtype of its result. So that product gives float32
-# directly there: `wide_product`. It has a derivative rule of its own, so this holds in
-# the gradient functions only, which differentiate in reverse mode.
+# Under `jax.jit` over a mesh the sum over devices is part of the product that makes a
+# weight's gradient, and has the dtype of its result. So `wide_product` makes that
+# product give float32 directly.
 
 
 def wide_product(
@@ -267,7 +268,7 @@ def wide_product(
     dtype: np.dtype,
     reduce_dtype: np.dtype,
 ) -> AnyArray:
-    r"""A product whose weight gets its gradient in the dtype in which it is summed.
+    r"""Computes a product whose weight gradient has the dtype of the sum over devices.
 
     $$y = \operatorname{half}(x) \operatorname{half}(w) \qquad
       \bar x = \bar y \operatorname{half}(w)^T \qquad
@@ -276,9 +277,9 @@ def wide_product(
     Args:
         equation: The product.
         arrays: Its operands, the weight in float32.
-        weight: Which of them is the weight.
-        dtype: The half precision dtype of operands and result.
-        reduce_dtype: That of the product that gives the weight's gradient.
+        weight: The position of the weight.
+        dtype: The half-precision dtype of operands and result.
+        reduce_dtype: The result dtype of the product that gives the weight's gradient.
     """
     params = dict(equation.params)
     if params.get("preferred_element_type") is not None:
@@ -305,7 +306,7 @@ def wide_product(
             return jax.linear_transpose(lambda w: product(data, w), narrow)(g)[0]
 
         wide = functools.partial(_with_wide_products, transposed, reduce_dtype)
-        # XLA:CPU of jaxlib 0.10.2 (2026-11) has no such product of some layouts, and
+        # XLA:CPU of jaxlib 0.10.2 (2026-11) lacks such a product for some layouts, and
         # computes it in float32 in any case.
         found = jax.lax.platform_dependent(
             data, g, cpu=functools.partial(wide, of_wide=True), default=wide
@@ -323,13 +324,13 @@ def _with_wide_products(
     *operands: AnyArray,
     of_wide: bool = False,
 ) -> AnyArray:
-    """Calls a function whose products give a dtype, whatever their operands have.
+    """Calls a function whose products return `dtype`, for operands of any dtype.
 
     Args:
-        function: The function, of one product and what moves its operands.
+        function: The function, of one product and moves of its operands.
         dtype: The dtype.
-        *operands: What the function gets.
-        of_wide: The operands of its product are cast to the dtype, too.
+        *operands: The arguments of the function.
+        of_wide: Casts the operands of its product to the dtype, too.
     """
     closed = jax.make_jaxpr(function)(*operands)
 
@@ -347,7 +348,7 @@ def _with_wide_products(
 
 
 def refuse_sums_of_others(wire: Wire | None) -> None:
-    """Raises where JAX itself sums gradients over devices, in float32 only."""
+    """Raises if JAX itself sums gradients over devices, in float32 only."""
     if wire is None or not wire.is_explicit or wire.reduce_dtype == FLOAT32:
         return
     raise ValueError(
@@ -359,14 +360,14 @@ def refuse_sums_of_others(wire: Wire | None) -> None:
 
 
 def dtype_of_sums(wire: Wire | None, primitive: str) -> np.dtype | None:
-    """The dtype that a product gives its weight's gradient, so that sums have it.
+    """Returns the dtype of a product's weight gradient, so that sums have it.
 
-    Of convolutions only where somebody asks for it: cuDNN has none of half precision
-    that gives float32. XLA casts the operands, and computes it in float32 (jaxlib
+    For convolutions only if set explicitly: cuDNN has no half-precision convolution
+    with a float32 result. XLA casts the operands, and computes in float32 (jaxlib
     0.10.2 for an H100, 2026-11).
 
     Args:
-        wire: What was said.
+        wire: The dtypes of communication.
         primitive: The product's name.
 
     Returns:

@@ -1,17 +1,22 @@
-"""Loss scaling: the number that the loss is multiplied by, and its state.
+"""Loss scaling: the factor that the loss is multiplied by, and its state.
 
 Small gradients vanish in float16. Multiplying the loss by a *scale* multiplies every
-gradient by it (the chain rule is linear), and dividing in float32 afterwards gives the
-gradient back. `DynamicLossScaling` looks for the largest scale that does not overflow;
-`StaticLossScaling` keeps one; `NoLossScaling` is the state of a step that needs none.
+gradient by it (the chain rule is linear), and dividing in float32 afterwards restores
+the gradient. `DynamicLossScaling` searches for the largest scale that does not
+overflow; `StaticLossScaling` keeps one; `NoLossScaling` is the state of a step without
+one.
 
-All three have one face, so that a training step reads the same for every precision:
-`.loss_scale`, `.steps`, `.skipped`, `.skipped_in_a_row`, `.last_finite`, `.finite`, and
-`scale`, `unscale`, `adjust`. All are immutable PyTrees: each step returns a new one.
+All three have the same public API, so that a training step is the same for every
+precision: `.loss_scale`, `.steps`, `.skipped`, `.skipped_in_a_row`, `.last_finite`,
+`.finite`, and `scale`, `unscale`, `adjust`. All are immutable PyTrees: each step
+returns a new one.
 
-The sharp edge: the state must go *into* a jitted function as an argument and come out
-as a result. Closed over, it would be frozen at its first value; the gradient functions
-raise where they see that.
+Sharp edge: pass the state to a jitted function as an argument, and return it as a
+result. A closure would freeze it at its first value; the gradient functions raise if
+they detect that.
+
+In order of reading: `_abstract` (interface, and `scaled`), `_concrete` (the three
+classes, and checks of their arguments), `_state_dict` (counters and checkpoints).
 """
 
 from ._abstract import AbstractLossScaling, scaled

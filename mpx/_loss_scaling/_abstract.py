@@ -1,4 +1,4 @@
-"""The interface of loss scaling."""
+"""The interface of loss scaling, and `scaled`, which applies one to a function."""
 
 import abc
 import contextlib
@@ -135,7 +135,7 @@ class AbstractLossScaling(eqx.Module):
         return self._at_scale(scale) if float(scale) > 0 else self
 
     def _at_scale(self, scale: FloatScalar) -> "AbstractLossScaling":
-        """The state with another scale, within its bounds or not."""
+        """Returns the state with another scale, within its bounds or not."""
         return self
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -186,7 +186,7 @@ class AbstractLossScaling(eqx.Module):
     def _multiplied(
         self, tree: PyTree, method: str, factor: Callable[[AnyArray], AnyArray]
     ) -> PyTree:
-        """All numbers in full precision, times what a scale gives unless it is 1."""
+        """Multiplies a tree by a factor, unless the scale is 1, in full precision."""
         filled = None if self._is_one else Filled(factor(self.loss_scale).astype)
 
         def one(leaf: object) -> PyTree:
@@ -210,7 +210,7 @@ class AbstractLossScaling(eqx.Module):
 
     @property
     def _is_one(self) -> bool:
-        """Whether the scale is 1 and always will be."""
+        """Whether the scale is constantly 1."""
         return False
 
     def with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
@@ -245,7 +245,7 @@ class AbstractLossScaling(eqx.Module):
         return self._with_loss(loss)
 
     def _with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
-        """`with_loss`, of what is one."""
+        """Implements `with_loss` for a checked loss scaling."""
         return loss
 
     def resumed(self) -> Self:
@@ -264,25 +264,25 @@ class AbstractLossScaling(eqx.Module):
         """Returns the newest amaxes of recipes by weight; here there are none."""
         return {}
 
-    # What a step does for recipes. Here there are none, and nothing is done; so a step
-    # need not ask of which class its scaling is.
+    # The methods for recipes. Without recipes they do nothing, so a step need not
+    # distinguish the classes of its scaling.
 
     def _tokens(self) -> dict[Any, Array]:
-        """What a step is differentiated by to get the amaxes: the scales of recipes."""
+        """Returns the scales of recipes; a step's derivative by them is the amaxes."""
         return {}
 
     def _provide(
         self, tokens: Mapping[Any, Array]
     ) -> contextlib.AbstractContextManager[None]:
-        """Gives functions that are called inside, in a step, the scales of recipes."""
+        """Gives functions called inside, in a training step, the scales of recipes."""
         return contextlib.nullcontext()
 
     def _provide_frozen(self) -> contextlib.AbstractContextManager[None]:
-        """Gives functions that are called inside the scales as they are."""
+        """Gives functions called inside the scales, without learning from the call."""
         return contextlib.nullcontext()
 
     def _observe(self, amaxes: Mapping[Any, Array]) -> Self:
-        """The state that knows the amaxes of the step."""
+        """Returns the state with the amaxes of the step."""
         return self
 
     def _counted(
@@ -291,7 +291,7 @@ class AbstractLossScaling(eqx.Module):
         places_finite: Bool[Array, " n"] | None,
         loss_finite: BoolLike | None = None,
     ) -> Self:
-        """The state with its counters advanced and the scale as it is."""
+        """Returns the state with advanced counters and an unchanged scale."""
         if not self._is_stateful:
             return self
         finite, loss_finite = judged(self, grads_finite, loss_finite)
@@ -301,7 +301,7 @@ class AbstractLossScaling(eqx.Module):
         return self._with_record(record)
 
     def _set_aside(self) -> Self:
-        """The state after a step that the user skips: counted, and nothing learned."""
+        """Returns the state after a step that the user skips: only counted."""
         record = self.record
         names = ("steps", "skipped", "skipped_in_a_row")
         more = {name: counted(getattr(record, name)) for name in names}
@@ -309,11 +309,11 @@ class AbstractLossScaling(eqx.Module):
         return self._with_record(replaced(record, **more, finite=bad))
 
     def _with_record(self, record: StepRecord) -> Self:
-        """The state with other counters."""
+        """Returns the state with other counters."""
         return replaced(self, record=record)
 
     def _backed_off(self) -> Self:
-        """The state for one more try of the same step at a smaller scale."""
+        """Returns the state for another try of the same step at a smaller scale."""
         raise ValueError(
             f"`retries` needs a scale that can fall; got {type(self).__name__}. Use "
             "`mpx.DynamicLossScaling`, or omit `retries`."
@@ -347,7 +347,7 @@ class AbstractLossScaling(eqx.Module):
 
     @classmethod
     def _template(cls) -> Self:
-        """An instance with the fields that a state dictionary fills."""
+        """Returns an instance with the fields that a state dictionary fills."""
         with_scale: Any = cls
         has_scale = "loss_scaling" in cls.__annotations__
         return with_scale(1.0) if has_scale else with_scale()
@@ -363,13 +363,13 @@ class AbstractLossScaling(eqx.Module):
             )
 
     def _odd_scale(self) -> AnyArray | None:
-        """A scale that is no float32, as a cast or a wrong restore leaves it."""
+        """Returns a non-float32 scale, which a cast or wrong restore makes, or None."""
         own = () if self._is_one else (self.loss_scale,)
         scales = (*own, self.record.bad_scale)
         return next((x for x in scales if x.dtype != np.float32), None)
 
     def _why_stuck(self) -> str | None:
-        """Why no later step can be good, if that can be seen; for `mpx.check`."""
+        """Returns why all later steps will fail, for `mpx.check`; None if not known."""
         try:
             self._validate()
         except ValueError as error:
@@ -380,7 +380,7 @@ class AbstractLossScaling(eqx.Module):
         return _state_dict.read, (type(self), self.state_dict())
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        # Not through the state dict, which needs concrete values.
+        # The state dict would need concrete values.
         copy = lambda x: jnp.copy(x) if eqx.is_array(x) else x  # noqa: E731
         return jax.tree.map(copy, self)
 
@@ -388,7 +388,7 @@ class AbstractLossScaling(eqx.Module):
 def judged(
     owner: AbstractLossScaling, grads_finite: BoolLike, loss_finite: BoolLike | None
 ) -> tuple[BoolScalar, BoolScalar | None]:
-    """Reads the arguments of `adjust`."""
+    """Checks and converts the arguments of `adjust`."""
     call = f"of `{type(owner).__name__}.adjust`"
     refuse_arithmetic(owner.record, f"`self` {call}")
     finite = bool_scalar(grads_finite, f"`grads_finite` {call}")
@@ -414,15 +414,14 @@ def _multiply(leaf: object, scale: Filled) -> PyTree:
     if not isinstance(wide, jax.Array):
         wide = jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):
-        # Not a complex product, in which infinity times the zero imaginary part is NaN.
+        # In a complex product, infinity times the zero imaginary part is NaN.
         factor = scale.like(wide.real)
         return jax.lax.complex(wide.real * factor, wide.imag * factor)
-    # The primitive itself: the operator takes several times as long to trace.
+    # The primitive: tracing the operator takes several times as long.
     return jax.lax.mul(wide, scale.like(wide))
 
 
-# ----------------------------------------------------------------------------
-# `scaled`: a function whose result is multiplied by the scale.
+# --- `scaled`: a function whose result is multiplied by the scale ---------------------
 
 
 def scaled(

@@ -1,4 +1,4 @@
-"""A scale that looks for the largest value at which gradients stay finite."""
+"""The loss scalings: dynamic, static, none; and the checks of their arguments."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +16,7 @@ from .._base.typing import AnyArray, BoolLike, BoolScalar, FloatScalar, ScalarLi
 from ._abstract import AbstractLossScaling, judged
 from ._state_dict import StepRecord, advance_record, counted, loss_was_finite, replaced
 
-# ----------------------------------------------------------------------------
-# Numbers that a user gave, or that stood in a checkpoint: read, and refused.
+# --- Checks of numbers that a user passes or a checkpoint contains --------------------
 
 # A scale and its inverse must both be normal float32 numbers: XLA may flush subnormal
 # ones to zero, and dividing a gradient by a flushed number destroys it.
@@ -26,14 +25,14 @@ LARGEST_SCALE = 2.0**126
 
 
 def scale_value(value: ScalarLike, name: str, owner: type) -> FloatScalar:
-    """Reads a scale that a user gave, as a float32 scalar of its own."""
+    """Converts a user's scale to a new float32 scalar."""
     return number(value, name, owner, jnp.float32, scale_in_range)
 
 
 def number(
     value: Any, name: str, owner: type, dtype: Any, validate: Callable[..., None]
 ) -> Array:
-    """Reads one number that a user gave; values are checked unless they are traced."""
+    """Converts a user's number; its value is checked unless it is traced."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number or (is_array and jnp.issubdtype(value.dtype, np.number))) or (
@@ -51,7 +50,7 @@ def number(
 
 
 def scale_in_range(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses a scale that is not finite and positive, with a normal inverse."""
+    """Raises unless a scale is finite and positive, and its inverse normal."""
     if not np.all((value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)):
         raise ValueError(
             f"`{name}` of `mpx.{owner.__name__}` must be a positive, finite scale "
@@ -70,41 +69,41 @@ def require(valid: Any, value: np.ndarray, name: str, owner: type, must: str) ->
 
 
 def describe_all(value: np.ndarray) -> str:
-    """Writes a number, or the shape and values of several."""
+    """Formats a number, or the shape and values of several."""
     return str(value) if value.ndim == 0 else f"{describe(value)} {value}"
 
 
 def start(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses what no scale can start from; one above the largest is lowered to it."""
+    """Raises for an invalid initial scale; one above the largest is lowered to it."""
     scale_in_range(np.asarray(np.minimum(value, LARGEST_SCALE)), name, owner)
     require(value < np.inf, value, name, owner, "finite")
 
 
 def above_one(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses a factor by which nothing grows."""
+    """Raises unless a factor makes a scale grow."""
     valid = (value > 1) & (value < np.inf)
     require(valid, value, name, owner, "a finite number larger than 1")
 
 
 def in_zero_one(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses a factor by which nothing falls."""
+    """Raises unless a factor makes a scale fall."""
     require((value > 0) & (value < 1), value, name, owner, "between 0 and 1")
 
 
 def count(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses what is no number of steps, from 1 on."""
+    """Raises unless it is a number of steps, at least 1."""
     valid = (value >= 1) & (value < 2**31) & (value == np.floor(value))
     require(valid, value, name, owner, "a whole number, at least 1")
 
 
 def not_negative(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses what is no number of steps, from 0 on."""
+    """Raises unless it is a number of steps, at least 0."""
     valid = (value >= 0) & (value < 2**31) & (value == np.floor(value))
     require(valid, value, name, owner, "a whole number, at least 0")
 
 
 def power_of_two(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses a bound with which scaling would not be exact."""
+    """Raises unless a bound is a power of two, with which scaling is exact."""
     valid = (value > 0) & (value <= LARGEST_SCALE)
     valid &= np.frexp(np.where(valid, value, 1))[0] == 0.5
     nearest = (
@@ -116,9 +115,9 @@ def power_of_two(value: np.ndarray, name: str, owner: type) -> None:
     require(valid, value, name, owner, must)
 
 
-# ----------------------------------------------------------------------------
+# --- A scale that searches for the largest value with finite gradients ----------------
 
-# The largest power of two that float16 holds. The backward pass of a float16 loss
+# The largest power of two that float16 represents. The backward pass of a float16 loss
 # starts with the scale itself, as a float16.
 LARGEST_FLOAT16_SCALE = 2.0**15
 
@@ -231,7 +230,7 @@ class DynamicLossScaling(AbstractLossScaling):
         self.hysteresis_left = self.hysteresis - 1
         self.floored = jnp.zeros((), jnp.int32)
         self.record = StepRecord()
-        # Values are read, which inside of a transform are not known.
+        # Reads values, which are unknown inside a transform.
         if not isinstance(self.loss_scaling, Tracer):
             self._validate()
 
@@ -318,7 +317,7 @@ class DynamicLossScaling(AbstractLossScaling):
         require(left <= most, left, "hysteresis_left", type(self), must)
 
 
-# Jitted, so that its two dozen scalar operations are traced once and not in each step.
+# Jitted, so its two dozen scalar operations are traced once, not in each step.
 @jax.jit
 def _adjusted(
     scaling: DynamicLossScaling,
@@ -326,7 +325,7 @@ def _adjusted(
     places_finite: Array | None,
     loss_finite: BoolScalar | None,
 ) -> DynamicLossScaling:
-    # `select` and not `jnp.where`, which is a function of its own to be traced.
+    # Not `jnp.where`, which is a function to be traced.
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     tolerance = scaling.hysteresis - 1
     is_full = scaling.hysteresis_left >= tolerance
@@ -336,7 +335,7 @@ def _adjusted(
     grown = jax.lax.min(scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling)
     falls = scaling.hysteresis_left <= 0
     is_floored = falls & (scaling.loss_scaling <= scaling.min_loss_scaling)
-    # What each field becomes after a good step, and after one that overflowed.
+    # Each field after a good step, and after one that overflowed.
     after = {
         "loss_scaling": (
             select(grows, grown, scaling.loss_scaling),
@@ -346,8 +345,8 @@ def _adjusted(
         "hysteresis_left": (tolerance, jax.lax.max(scaling.hysteresis_left - 1, zero)),
         "floored": (zero, select(is_floored, counted(scaling.floored), zero)),
     }
-    # A loss that is not finite before it is scaled is so at every scale: the step is
-    # bad, and says nothing about the scale.
+    # A loss that is non-finite before scaling is so at every scale: the step is bad,
+    # but the scale is not the cause.
     is_telling = finite | loss_was_finite(places_finite, loss_finite)
     fields = {
         name: select(is_telling, select(finite, good, bad), getattr(scaling, name))
@@ -360,14 +359,13 @@ def _adjusted(
 
 
 def _default_cap(loss_scaling: FloatScalar) -> FloatScalar:
-    # frexp, not log2, which is inexact: x = m 2^e with m in [0.5, 1).
+    # Not log2, which is inexact. frexp: x = m 2^e with m in [0.5, 1).
     _, exponent = jnp.frexp(loss_scaling)
     below = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
     return jnp.clip(below, LARGEST_FLOAT16_SCALE, LARGEST_SCALE)
 
 
-# ----------------------------------------------------------------------------
-# The two forms of loss scaling whose scale never changes.
+# --- Scales that never change ---------------------------------------------------------
 
 
 class StaticLossScaling(AbstractLossScaling):

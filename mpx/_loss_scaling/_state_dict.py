@@ -1,4 +1,7 @@
-"""Loss scaling as a dictionary: versions, migration, and refusing what is damaged."""
+"""The counters of a training run, and loss scaling as a dictionary.
+
+A dictionary has a kind and a version; older versions are migrated, damaged ones raise.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -14,11 +17,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 from .._base.errors import describe, differences, listing
 from .._base.typing import AnyArray, BoolScalar
 
-# ----------------------------------------------------------------------------
-# What happened in the steps so far: counters that every loss scaling carries.
+# --- Counters: part of every loss scaling ---------------------------------------------
 
-# How many places of the last bad step are remembered. They are numbers, not names, so
-# that the state keeps its structure; `mpx.check` turns them into paths.
+# The number of places of the last bad step that are kept. Places are numbers, not
+# names, so that the state keeps its structure; `mpx.check` turns them into paths.
 PLACES = 8
 
 LARGEST_COUNT = 2**31 - 1
@@ -85,16 +87,16 @@ def _updated(
     loss_finite: BoolScalar | None = None,
     loss_scale: AnyArray | None = None,
 ) -> StepRecord:
-    """The record after one more step.
+    """Returns the record after one more step.
 
     Args:
-        record: The record, which stays as it is.
+        record: The record, which is unchanged.
         finite: Whether the step was good, one boolean.
-        places_finite: One boolean for each place, in the order of `places`; with None
+        places_finite: One boolean for each place, in the order of `places`; if None,
             the places of a bad step are unknown, -1.
-        loss_finite: Whether the loss was finite before it was scaled; None for what
-            `places_finite` says first.
-        loss_scale: The scale that the step had; None if there is none.
+        loss_finite: Whether the loss was finite before it was scaled; None: the first
+            value of `places_finite`.
+        loss_scale: The scale of the step; None if there is none.
 
     Returns:
         The new record.
@@ -122,27 +124,27 @@ def _updated(
     )
 
 
-# Jitted, so that it is traced once and not in each step.
+# Jitted, so it is traced once, not in each step.
 advance_record = jax.jit(_updated)
 
 
 def counted(counter: Int32[Array, ""]) -> Int32[Array, ""]:
-    """A counter one further; the largest one stays, where int32 would wrap around."""
+    """Returns a counter plus one; saturates at the largest int32."""
     return jax.lax.min(counter, np.int32(LARGEST_COUNT - 1)) + np.int32(1)
 
 
 def loss_was_finite(
     places_finite: Bool[Array, " n"] | None, loss_finite: BoolScalar | None
 ) -> BoolScalar:
-    """Whether the loss of a step was finite before it was scaled, if anybody said."""
+    """Returns whether a step's loss was finite before scaling; True if unknown."""
     if loss_finite is not None:
         return loss_finite
     if places_finite is None:
         return jnp.ones((), bool)
-    # The first one. As a slice it is dead code to XLA (jaxlib 0.10.2, 2026-11) as soon
-    # as it is simplified, and with it in the program the transpose of a weight's
-    # gradient is not folded into its product: the optimizer then runs on transposed
-    # weights, and copies them there and back (`benchmarks workloads`, experts).
+    # The first one. A slice becomes dead code to XLA (jaxlib 0.10.2, 2026-11) once it
+    # is simplified; with it in the program, the transpose of a weight's gradient is not
+    # folded into its matmul, and the optimizer runs on transposed weights and copies
+    # them there and back (`benchmarks workloads`, experts).
     is_other = np.arange(places_finite.size) > 0
     return jax.lax.reduce_and(places_finite | is_other, axes=(0,))
 
@@ -151,7 +153,7 @@ def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
     none = jnp.full((PLACES,), -1, jnp.int32)
     if places_finite is None:
         return none
-    # One sort. `jnp.nonzero` is a program of its own: cumulative sums and scatters.
+    # One sort: `jnp.nonzero` takes cumulative sums and scatters.
     last = places_finite.size
     padded = jnp.pad(places_finite, (0, PLACES), constant_values=True)
     numbers = jax.lax.iota(jnp.int32, padded.size)
@@ -162,9 +164,9 @@ def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
 
 
 def refuse_arithmetic(record: StepRecord, call: str) -> None:
-    """Raises `TypeError` where somebody has computed with the counters.
+    """Raises `TypeError` if the counters' dtypes show that they were computed with.
 
-    `jax.tree.map` of an average over a whole training state does.
+    Averaging a whole training state by `jax.tree.map` does that.
     """
     if record.finite.dtype != bool or record.steps.dtype != np.int32:
         raise TypeError(
@@ -200,37 +202,37 @@ def refuse_limit(limit: Any, call: str) -> None:
 
 
 def replaced(module: Module, **changes: object) -> Module:
-    """A copy of a module with other fields, past its `__init__` and its checks."""
+    """Returns a copy of a module with other fields, without calling `__init__`."""
     new = object.__new__(type(module))
     for name, value in {**vars(module), **changes}.items():
         object.__setattr__(new, name, value)
     return new
 
 
-# ----------------------------------------------------------------------------
+# --- State dictionaries ---------------------------------------------------------------
 
 VERSION = 3
 
-# The fields of a loss scaling's record stand among its own.
+# The fields of a loss scaling's record are among the scaling's fields, with a prefix.
 _PREFIX = "record."
 
-# Fields of the record that a version brought; 0 in states from before.
+# Fields of the record that a version added; 0 in older states.
 _NEW = {
     2: {"bad_losses": np.int32, "places_seen": np.int32},
     3: {"last_bad": np.int32, "bad_scale": np.float32},
 }
 
-# Version 0: the state of the published package `mixed-precision-for-JAX`. It has one
-# loss scaling, whose fields are arguments of ours of this kind.
+# Version 0: the state of the published package `mixed-precision-for-JAX`. Its only loss
+# scaling has fields that are arguments of this kind.
 _PUBLISHED_KIND = "DynamicLossScaling"
 _PUBLISHED = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
 
 
 def write_state(state: object) -> dict[str, Any]:
-    """The fields of a loss scaling or a record by name, with its kind and the version.
+    """Returns the fields of a loss scaling or a record by name, with kind and version.
 
     Args:
-        state: A loss scaling, or a record that stands alone.
+        state: A loss scaling, or a separate record.
     """
     arrays = {
         name: value if isinstance(value, bool) else np.asarray(value)
@@ -251,7 +253,7 @@ def read(cls: Any, state: Mapping[str, object]) -> Any:
         )
     if state["version"] == 0:
         fields = {k: np.asarray(v) for k, v in state.items() if k in _PUBLISHED}
-        state = write_state(kind(**fields))  # which knows the rest
+        state = write_state(kind(**fields))  # fills in the rest
     scaling = _filled(kind._template(), state, call)
     scaling._validate()
     return scaling
@@ -281,7 +283,7 @@ def refuse_other_keys(
 
 
 def read_version(version: object, oldest: int, newest: int, call: str) -> int:
-    """The version of a state, if this mpx reads it."""
+    """Returns the version of a state; raises if this mpx cannot read it."""
     found = np.asarray(version)
     is_int = found.shape == () and np.issubdtype(found.dtype, np.integer)
     if not is_int or not oldest <= found <= newest:
@@ -293,7 +295,7 @@ def read_version(version: object, oldest: int, newest: int, call: str) -> int:
 
 
 def _fields(module: Any) -> dict[str, Any]:
-    """The fields of a module by name, those of its record with a prefix."""
+    """Returns the fields of a module by name, those of its record with a prefix."""
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
     record = fields.pop("record", None)
     inner = {} if record is None else _fields(record)
@@ -301,7 +303,7 @@ def _fields(module: Any) -> dict[str, Any]:
 
 
 def _filled(template: Any, state: Mapping[str, Any], call: str) -> Any:
-    """A module with the values of a state, which must be of the form of its own."""
+    """Returns a module with the values of a state, which must have its structure."""
     expected = _fields(template)
     given = {k: v for k, v in state.items() if k not in ("kind", "version")}
     what = f"the fields of version {VERSION}"
@@ -342,8 +344,8 @@ def _value(
 
 
 def kinds(cls: Any) -> dict[str, Any]:
-    """The concrete classes that `cls` can read, by name."""
-    # Also those of users, once they are imported.
+    """Returns the concrete classes that `cls` can read, by name."""
+    # Includes users' classes, once they are imported.
     found = {c for sub in cls.__subclasses__() for c in kinds(sub).values()}
     if not getattr(cls, "__abstractmethods__", None):
         found.add(cls)
@@ -351,7 +353,7 @@ def kinds(cls: Any) -> dict[str, Any]:
 
 
 def _migrated(state: object, call: str) -> dict[str, Any]:
-    """A state as this version writes it, or that of the published MPX."""
+    """Adds later versions' fields to a state, and a kind to a published MPX's."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{call} needs the dictionary from `state_dict()`; got {state!r}."

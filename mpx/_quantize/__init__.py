@@ -1,13 +1,19 @@
-"""Low precision: formats, scales, quantizers, and recipes that choose among them.
+"""Low precision: formats, scales, quantizers, recipes, and quantized products.
 
-Vocabulary: a *format* says how bits make a number; a *scale* multiplies on the way into
-low precision, an *inverse scale* on the way out; a *quantizer* computes both scales and
-numbers; a *recipe* says which quantizer is for inputs, for weights and for gradients.
+Vocabulary: a *format* is the meaning of the bits of a number; a *scale* multiplies on
+the way into low precision, an *inverse scale* on the way out; a *quantizer* computes
+scales and values; a *recipe* selects the quantizers of inputs, weights and gradients.
 
-The sharp edges: rounding is arithmetic in float32, not a cast (see `_rounding`);
-finite numbers saturate, while an infinity or a NaN shows in every product (see
-`_quantizers`); and an array of low-precision numbers has no derivative (see
-`_quantize`).
+Three floors, each importing only those before it, in order of reading:
+
+* `_formats`: formats, rounding, blocks and scales, transforms, devices;
+* `_quantizers`: from an array to a `QuantizedArray`, and the recipes;
+* `_products`: matmuls and convolutions of quantized operands.
+
+Sharp edges: rounding is arithmetic in float32, not a cast (`_formats/_rounding.py`);
+finite values saturate, while an infinity or a NaN shows in every product
+(`_quantizers/_kinds.py`); a quantized array has no derivative
+(`_quantizers/_quantize.py`).
 """
 
 from ._formats._blocks import (

@@ -1,4 +1,13 @@
-"""Settings."""
+"""Settings: dtypes, options and rules, and how they reach a call or an equation.
+
+In order of reading:
+
+* `_cast`: casts the float leaves of a tree, and the inputs and results of a function;
+* `_policy`: `Policy`, the dtypes of parameters, computation, outputs and communication;
+* `_rules`: `Rule` and `Rules`, the user's choice for single operations;
+* `_settings`: `Settings`, the options of autocast, and the mark of its functions;
+* `_ambient`: the state around a call, in two records.
+"""
 
 from ._ambient import (
     Cast,

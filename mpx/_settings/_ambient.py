@@ -1,15 +1,15 @@
-"""What holds around a call and stands in no signature: one record, set and read here.
+"""The state around a call that is not in its signature: set and read only here.
 
-`Ambient` is part of the keys of JAX's trace caches: a function that was traced under
-one record is traced anew under another. So what changes an emitted program is a field
-of it, is hashable, and equals what it was if nothing is to be traced anew. `Unkeyed` is
-in no key: it holds lists that grow, and what only goes along with arrays of this call.
+`Ambient` is part of the keys of JAX's trace caches: a function traced under one record
+is traced again under another. So anything that changes an emitted program is a field of
+it, hashable, and equal to its old value if nothing is to be traced again. `Unkeyed` is
+in no key: it has lists that grow, and facts about arrays of this call.
 
-Each call of autocast reads both once, where it begins, and asks nobody else whether
-somebody takes notes, sends weights, or gives a state: what is not in use is not met.
+Each call of autocast reads both once, at its beginning, and does not check separately
+for notes, communication or state: unused features cost nothing.
 
-Sharp edge: both are restored as a whole. Contexts have to end in the order in which
-they began, last first, as `with` blocks do.
+Sharp edge: both are restored as a whole. Contexts must end in reverse order, as `with`
+blocks do.
 """
 
 import contextlib
@@ -33,39 +33,39 @@ from ._settings import MARK, Settings, region
 
 @runtime_checkable
 class Source(Protocol):
-    """Where autocast functions have the slots of recipes from (`_recipe_state`).
+    """The source of the slots of recipes for autocast functions (`_recipe_state`).
 
     Attributes:
-        is_switched_off: Whether a function was called that is switched off.
+        is_switched_off: Whether a switched-off function was called.
     """
 
     is_switched_off: bool
 
     def take(self) -> Any:
-        """What one more call is given."""
+        """Returns the slots' source for one more call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """What JAX's trace caches know of.
+    """The part of the state that is in the keys of JAX's trace caches.
 
     Attributes:
-        settings: Settings for functions that were not told themselves.
-        is_tracing: Whether what is traced here will be rewritten by autocast.
-        is_control: Whether autocast does nothing here, whatever it is told.
-        contexts_switch_on: Whether contexts in a traced function switch autocast on.
-        is_switched_off: Whether this belongs to a function that is switched off.
-        wire: In what dtypes weights and gradients travel; None: as it is written.
-        source: Where slots come from; None: from nowhere.
-        is_first_step: Whether those who are given no state take the scales of a first
-            step, which are 1.
-        step: What is known of the training step (`_recipe_state/_operands.py`); None
-        where
-            nothing is.
-        gives_step: Whether those who ask for its number are called again, and given it.
-        gives_scale: Whether those who ask for the scale of its loss are.
-        asks_demands: To whom a call says what is wanted of its inputs.
-        takes_notes: Whether what is emitted carries notes of what was decided.
+        settings: Defaults of functions that do not set the option themselves.
+        is_tracing: Whether autocast will rewrite the function traced here.
+        is_control: Whether autocast is disabled here, overriding all settings.
+        contexts_switch_on: Whether contexts in a traced function enable autocast.
+        is_switched_off: Whether this is part of a switched-off function.
+        wire: The dtypes of communication of weights and gradients; None: unchanged.
+        source: The source of slots; None without one.
+        is_first_step: Whether functions without a state use the scales of a first step,
+            which are 1.
+        step: The known facts of the training step (`_recipe_state/_operands.py`); None
+            if there are none.
+        gives_step: Whether functions that need the step's number are called again with
+            it.
+        gives_scale: The same for functions that need the scale of its loss.
+        asks_demands: Called with the dtypes that a call demands of its inputs.
+        takes_notes: Whether emitted equations carry notes of decisions.
     """
 
     settings: Settings = Settings()
@@ -83,7 +83,7 @@ class Ambient:
     takes_notes: bool = False
 
     def __hash__(self) -> int:
-        """JAX asks at each call of a compiled function, of the same few records."""
+        """Returns a cached hash: JAX hashes the same few records at each call."""
         return self._hash
 
     @functools.cached_property
@@ -96,9 +96,9 @@ class Cast(NamedTuple):
     """A cast of the inputs of a function.
 
     Attributes:
-        call: The call that has cast them.
-        dtype: The half precision dtype that they have now.
-        is_default: Whether nobody asked for this dtype.
+        call: The call that cast them.
+        dtype: Their half-precision dtype.
+        is_default: Whether this dtype is the default, not set by the user.
     """
 
     call: str
@@ -106,20 +106,22 @@ class Cast(NamedTuple):
     is_default: bool
 
 
-# By the `id` of an array, which is kept with its payload, so that nobody else has it.
+# By the `id` of an array, which is stored with its payload, so that the `id` is not
+# reused.
 Payloads = Mapping[int, tuple[Any, QuantizedArray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unkeyed:
-    """What JAX's trace caches do not know of.
+    """The part of the state that is not in the keys of JAX's trace caches.
 
     Attributes:
-        cast: The cast of the inputs of what runs here.
-        payloads: Which arrays stand for weights in 8 bits (`_stored_weights.py`).
-        unused_rules: The rules that held for no operation, while somebody takes notes.
-        float16_calls: Something for each function that computes in float16, while
-            somebody asks.
+        cast: The cast of the inputs of the running function.
+        payloads: The payloads of arrays of weights stored in 8 bits
+            (`_stored_weights.py`).
+        unused_rules: The rules that matched no operation; None unless notes are taken.
+        float16_calls: One entry for each function that computes in float16; None unless
+            recorded.
     """
 
     cast: Cast | None = None
@@ -134,23 +136,23 @@ _unkeyed = contextvars.ContextVar("mpx", default=_NOTHING)
 
 
 def ambient() -> Ambient:
-    """What holds here."""
+    """Returns the current `Ambient`."""
     return _ambient.value
 
 
 def with_ambient(**fields: Any) -> contextlib.AbstractContextManager[object]:
-    """Inside, these fields hold, and the others as here."""
+    """Sets these fields inside; the others are unchanged."""
     return _ambient(dataclasses.replace(_ambient.value, **fields))
 
 
 def unkeyed() -> Unkeyed:
-    """What holds here and is in no key."""
+    """Returns the current `Unkeyed`."""
     return _unkeyed.get()
 
 
 @contextlib.contextmanager
 def with_unkeyed(**fields: Any) -> Iterator[None]:
-    """Inside, these fields hold, and the others as here."""
+    """Sets these fields inside; the others are unchanged."""
     token = _unkeyed.set(dataclasses.replace(_unkeyed.get(), **fields))
     try:
         yield
@@ -159,7 +161,7 @@ def with_unkeyed(**fields: Any) -> Iterator[None]:
 
 
 def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
+    """Returns a `jax.make_jaxpr` for functions that are rewritten; allows regions."""
 
     def make(*args: PyTree) -> PyTree:
         with with_ambient(is_tracing=True), explaining(*_HALF_ONLY):
@@ -168,8 +170,8 @@ def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return make
 
 
-# What JAX says of its kernel of attention, which is half only: of operands, and where
-# there is no cuDNN.
+# The errors of JAX's attention kernel, which supports only half-precision operands, and
+# of a machine without cuDNN.
 _HALF_ONLY = (
     (NotImplementedError, RuntimeError),
     ("Q must be fp16/bf16", "cuDNN is not detected"),
@@ -183,10 +185,10 @@ _HALF_ONLY = (
 
 @contextlib.contextmanager
 def with_settings(settings: Settings) -> Iterator[None]:
-    """Settings for functions that are called inside and were not told themselves.
+    """Sets settings for functions called inside that do not set them themselves.
 
-    Inside of a function that is being transformed it is a region, too: what is called
-    there belongs to that function.
+    Inside a function that is being transformed it also is a region: calls there are
+    part of that function.
     """
     around, here = ambient(), settings.for_a_region()
     if here.explicit and around.contexts_switch_on:
@@ -201,7 +203,7 @@ def with_settings(settings: Settings) -> Iterator[None]:
 def casting_inputs(
     call: str, dtype: np.dtype | None, is_default: bool = False
 ) -> Iterator[None]:
-    """Says that a function is being called with inputs that `call` has cast."""
+    """Records that a function is called with inputs that `call` has cast."""
     if dtype is None or not is_half(dtype):
         yield
         return
@@ -211,21 +213,21 @@ def casting_inputs(
 
 @contextlib.contextmanager
 def noting_float16() -> Iterator[list[None]]:
-    """Gives a list that is empty unless functions called inside compute in float16."""
+    """Yields a list that stays empty unless functions called inside use float16."""
     found: list[None] = []
     with with_unkeyed(float16_calls=found):
         yield found
 
 
 def note_float16() -> None:
-    """What is called here computes in float16."""
+    """Records that a function called here computes in float16."""
     found = unkeyed().float16_calls
     if found is not None:
         found.append(None)
 
 
 def resolved(settings: Settings) -> Settings:
-    """The settings of a call here and now."""
+    """Returns the settings of a call in the current context."""
     settings = settings.within(ambient().settings)
     if ambient().is_control:
         settings = dataclasses.replace(settings, is_enabled=False)
@@ -233,7 +235,7 @@ def resolved(settings: Settings) -> Settings:
 
 
 def settings_of(func: Any) -> Settings | None:
-    """What the transform that made a function was told; None for other functions."""
+    """Returns the settings of an autocast function; None for other functions."""
     while func is not None:
         mark = getattr(func, MARK, None)
         if mark is not None:

@@ -1,17 +1,16 @@
-"""Casting the float leaves of any PyTree.
+"""Casts the float leaves of any PyTree.
 
-Which leaves are cast: arrays of float16, bfloat16, float32 and float64 (JAX, numpy,
-numpy scalars, `jax.ShapeDtypeStruct`). float64 is treated like the others, so that a
-numpy array with numpy's default dtype never promotes a half-precision program in
-silence; use `keep` to leave it. Everything else comes back as the same object: integers
-and booleans, PRNG keys, complex numbers, formats of 8 bits and fewer, Python scalars
-(they take the dtype of what they meet), functions, strings, None, and quantized arrays
-with their scales.
+Float leaves are arrays of float16, bfloat16, float32 and float64 (JAX, numpy, numpy
+scalars, `jax.ShapeDtypeStruct`). float64 is cast like the others, so a numpy array with
+numpy's default dtype never silently promotes a half-precision program; use `keep` to
+exclude it. Everything else is returned as the same object: integers and booleans, PRNG
+keys, complex numbers, formats of 8 bits and fewer, Python scalars (which are weakly
+typed), functions, strings, None, and quantized arrays with their scales.
 
-What happens to values: rounding to nearest, ties to even; float64 may be rounded to
-float32 on the way. Values beyond the target's range become infinite in float16 and
-bfloat16. In 8-bit formats they, and infinity itself, *saturate* to the largest finite
-value: most of these formats have no infinity. NaN stays NaN.
+Values are rounded to nearest, ties to even; float64 may be rounded to float32 on the
+way. Values beyond the target's range become infinite in float16 and bfloat16. In 8-bit
+formats they, and infinity itself, *saturate* to the largest finite value: most of these
+formats have no infinity. NaN stays NaN.
 """
 
 from collections.abc import Callable
@@ -64,7 +63,7 @@ def cast_tree(
 
 
 def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> PyTree:
-    """`cast_tree` for a dtype that was read already."""
+    """Casts like `cast_tree`, to a dtype that is already read."""
     if keep is None:
         return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree, is_leaf=is_whole)
 
@@ -94,16 +93,16 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> PyTree:
     if isinstance(leaf, np.ndarray | np.generic):
         with np.errstate(over="ignore"):  # overflow to infinity is documented
             return leaf.astype(dtype)
-    # The primitive itself: tracing `astype` takes several times as long, per leaf.
+    # The primitive: tracing `astype` takes several times as long, per leaf.
     return jax.lax.convert_element_type(leaf, dtype)
 
 
 def _saturate(leaf: Any, dtype: np.dtype) -> PyTree:
-    # astype alone gives NaN (e4m3fn) or infinity (e5m2) past the largest value.
+    # astype alone gives NaN (e4m3fn) or infinity (e5m2) beyond the largest value.
     largest = float(ml_dtypes.finfo(dtype).max)
     clip: Any = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip
-    # Where the source's own range is smaller, as float16 to bfloat16-like formats, the
-    # bound rounds to infinity in the source's dtype and clipping changes nothing.
+    # If the source's range is smaller, as float16 to bfloat16-like formats, the bound
+    # rounds to infinity in the source's dtype and clipping changes nothing.
     bound: Any = leaf.dtype.type(largest)
     return clip(leaf, -bound, bound)
 
@@ -136,12 +135,11 @@ def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
     return cast_leaves(x, np.dtype(np.float32), keep)
 
 
-# ----------------------------------------------------------------------------
-# Casting what goes into a function and what comes out of it.
+# --- Functions: cast their inputs and results -----------------------------------------
 #
-# JAX computes in the dtype of the operands, so a function is moved to another precision
-# by casting its inputs. `force_full_precision` is the tool for critical operations
-# inside half-precision code: sums, means, norms, softmax, losses.
+# JAX computes in the dtype of the operands, so casting its inputs moves a function to
+# another precision. Use `force_full_precision` for critical operations inside
+# half-precision code: sums, means, norms, softmax, losses.
 
 
 def cast_function(
@@ -152,9 +150,9 @@ def cast_function(
     """Wraps a function to compute in `dtype` and return `return_dtype`.
 
     1. cast every float leaf of the arguments to `dtype` (see `cast_tree`), and of
-       `func` itself where it is a callable PyTree such as an Equinox layer;
+       `func` itself if it is a callable PyTree such as an Equinox layer;
     2. call `func`;
-    3. cast every float leaf of the result, whatever its tree, to `return_dtype`
+    3. cast every float leaf of the result, any PyTree, to `return_dtype`
        (`dtype` if None).
 
     Equinox's `State` is passed and returned unchanged: statistics stay in full
@@ -196,7 +194,7 @@ def cast_function(
 
 
 def refuse_uncallable(func: object, call: str) -> None:
-    """Raises for what cannot be called."""
+    """Raises if `func` is not callable."""
     if not callable(func):
         raise TypeError(
             f"{call} needs a function or a callable PyTree as `func`; got {func!r}."
@@ -216,7 +214,7 @@ def call_in(
 
 
 def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
-    """Casts float leaves but Equinox's model state, whose statistics stay float32."""
+    """Casts float leaves except those of Equinox's model state, which stay float32."""
 
     def cast(node: object) -> PyTree:
         return node if keeps_dtypes(node) else cast_leaf(node, dtype)

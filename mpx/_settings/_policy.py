@@ -1,9 +1,9 @@
-"""Policies: which dtype parameters, computation and outputs have.
+"""Policies: the dtypes of parameters, computation and outputs.
 
-A policy is dtypes and nothing else; which *operation* runs in which of them is the
-business of autocast's rules. Names and the text grammar are JMP's, so that a policy can
-stand in a configuration file or on a command line. Three more dtypes are for what a
-step on several devices sends and returns.
+A policy has only dtypes; autocast's rules decide the precision of an *operation*. Names
+and the text grammar are JMP's, so a policy can be written in a configuration file or on
+a command line. Three more dtypes are for the gradients that a step returns and for
+communication between devices.
 """
 
 import dataclasses
@@ -33,15 +33,16 @@ _OPTIONAL = ("grad_dtype", "reduce_dtype", "gather_dtype")
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """What a training step sends from device to device, and returns.
+    """The dtypes of a training step's communication between devices.
 
     Attributes:
         reduce_dtype: The dtype in which gradients are summed over devices.
-        gather_dtype: The dtype in which divided weights travel; None: the dtype that is
-            computed in, or the one that a product quantizes to.
-        is_explicit: Whether the dtype of sums was set. Where it cannot be used is then
-            an error.
-        is_alone: Whether each device computes on its own what is traced, amaxes too.
+        gather_dtype: The dtype in which sharded weights are communicated; None: the
+            compute dtype, or the one that a product quantizes to.
+        is_explicit: Whether the dtype of sums was set by the user. If so, it is an
+            error if it cannot be used.
+        is_alone: Whether each device runs the traced function alone, with separate
+            amaxes.
     """
 
     reduce_dtype: np.dtype
@@ -121,12 +122,12 @@ class Policy:
 
     @property
     def _grad_dtype(self) -> np.dtype | None:
-        """What gradients are returned in; None: full precision."""
+        """The dtype of returned gradients; None: full precision."""
         return getattr(self, "grad_dtype", None)
 
     @property
     def _wire(self) -> Wire | None:
-        """What is said of several devices; None if nothing."""
+        """The dtypes of communication; None if none is set."""
         reduce_dtype = getattr(self, "reduce_dtype", None)
         gather_dtype = getattr(self, "gather_dtype", None)
         if reduce_dtype is None and gather_dtype is None:
@@ -136,22 +137,22 @@ class Policy:
 
     @property
     def _dtypes(self) -> tuple[Any, ...]:
-        """All six."""
+        """All six dtypes."""
         names = (field.name for field in dataclasses.fields(self))
         return tuple(getattr(self, name) for name in (*names, *_OPTIONAL))
 
     def __eq__(self, other: object) -> bool:
-        """Whether another policy has the same dtypes."""
+        """Returns whether another policy has the same dtypes."""
         if other.__class__ is not self.__class__:
             return NotImplemented
         return self._dtypes == getattr(other, "_dtypes", None)
 
     def __hash__(self) -> int:
-        """A hash of the dtypes."""
+        """Returns a hash of the dtypes."""
         return hash(self._dtypes)
 
     def __repr__(self) -> str:
-        """The policy as one would write it."""
+        """Returns the policy as Python code."""
         names = [field.name for field in dataclasses.fields(self)]
         names += [name for name in _OPTIONAL if getattr(self, name) is not None]
         told = (f"{name}={np.dtype(getattr(self, name)).name!r}" for name in names)
@@ -194,7 +195,7 @@ class Policy:
 
 
 def _refuse_small(name: str, dtype: np.dtype, compute: np.dtype) -> None:
-    """Raises for a dtype that what has it on its way cannot have."""
+    """Raises if gradients or weights cannot have or be sent in this dtype."""
     finfo = jnp.finfo(dtype)
     if name == "grad_dtype" and finfo.maxexp < jnp.finfo(jnp.float32).maxexp:
         raise ValueError(
@@ -215,8 +216,8 @@ def get_policy(text: str) -> Policy:
     of `key=dtype` with the keys `params` (`p`), `compute` (`c`) and `output` (`o`), and
     with `grad`, `reduce` and `gather`, for several devices:
 
-    - what is not given: parameters are float32, computation follows the parameters,
-      outputs follow the computation;
+    - defaults: parameters are float32, computation follows the parameters, outputs
+      follow the computation;
     - dtypes: `half`, `full`, `f16`, `bf16`, `f32`, `f64` and every floating dtype's
       name.
 

@@ -1,12 +1,12 @@
-"""Rules: what the user says about single operations, over autocast's own choice.
+"""Rules: the user's precision for single operations, instead of autocast's choice.
 
-A rule has conditions, all of which must hold, and a precision. The first rule of
-`Rules` that holds for an operation decides; where none does, autocast decides.
+A rule has conditions, all of which must match, and a precision. The first rule of
+`Rules` that matches an operation decides; if there is none, autocast decides.
 
-Rules are about operations that compute. Data movement runs in whatever precision its
-operand has; casts that the program asks for are respected; a program within the program
-(a scan, a function under jit) is entered, and the rules hold inside. Only a rule that
-names such a primitive, with `Precision.DECLARED`, keeps autocast out of it.
+Rules are for operations that compute. Data movement runs in the precision of its
+operand; the program's own casts are respected; a program within the program (a scan, a
+function under jit) is entered, and the rules apply inside. Only a rule that names such
+a primitive, with `Precision.DECLARED`, keeps autocast out of it.
 """
 
 import contextlib
@@ -45,15 +45,15 @@ class Precision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """An operation of the program, as a rule's function gets it.
+    """An operation of the program, the argument of a rule's function.
 
     Attributes:
         primitive: The primitive's name: `dot_general`, `exp`, ...
         kind: Its class, which sets what autocast does by default.
         dtype: The half-precision dtype in use here.
         scopes: The named scopes around it, the outermost first.
-        equation: The equation as it was written: operands and results with their
-            declared dtypes (`equation.invars[i].aval`), and parameters.
+        equation: The equation before autocast: operands and results with their declared
+            dtypes (`equation.invars[i].aval`), and parameters.
         in_dtypes: The present dtypes of its operands.
         parameters: For each operand the path of its parameter, possibly moved or
             sliced, and None for operands that are not parameters.
@@ -71,7 +71,7 @@ class Candidate:
     def multiplications(self) -> int:
         """The number of multiplications of a matmul; 0 for any other operation."""
         own = getattr(self.equation.params.get("operation"), "multiplications", None)
-        if own is not None:  # an operation of mpx's own says it
+        if own is not None:  # mpx's own operations have it
             return own([aval_of(v) for v in self.equation.invars])
         if self.primitive != "dot_general":
             return 0
@@ -124,7 +124,7 @@ class Rule:
     when: Callable[[Candidate], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         self._check_precision()
         _check_text("primitive", self.primitive, several=True)
         _check_text("scope", self.scope)
@@ -157,7 +157,7 @@ class Rule:
             )
 
     def __str__(self) -> str:
-        """The rule in short, for reports and messages."""
+        """Returns the rule in short, for reports and messages."""
         what = self.precision
         text = what.value if isinstance(what, Precision) else _name(what)
         given = {
@@ -170,7 +170,7 @@ class Rule:
         return f"{text} for {where}"
 
     def _holds(self, candidate: Candidate) -> bool:
-        """Whether all conditions hold for an operation."""
+        """Returns whether all conditions match an operation."""
         if self._is_for_products and candidate.kind is not PrimitiveClass.HALF:
             return False
         return self._holds_at(
@@ -180,7 +180,7 @@ class Rule:
     def _holds_at(
         self, primitive: str, scopes: Sequence[str], parameters: Sequence[str | None]
     ) -> bool:
-        """Whether the conditions on name, scope and parameter hold for an operation."""
+        """Returns whether the conditions on name, scope and parameter match."""
         if not self._holds_for_primitive(primitive):
             return False
         if self.scope is not None and not is_within(scopes, self.scope):
@@ -192,7 +192,7 @@ class Rule:
     def _rewritten(
         self, candidate: Candidate, operands: list[Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What the user's function makes of an operation: operands and parameters."""
+        """Returns operands and parameters of an operation by the user's function."""
         rewrite: Any = self.precision
         given = rewrite(candidate, operands)
         if isinstance(given, tuple | list) and len(given) == 2:
@@ -205,7 +205,7 @@ class Rule:
         )
 
     def _refused(self, candidate: Candidate, got: str) -> TypeError:
-        """The error for what the user's function made of an operation."""
+        """Returns the error for an invalid result of the user's function."""
         return TypeError(
             f"The function `{_name(self.precision)}`, the `precision` of a "
             "`mpx.Rule`, must return operands and parameters of the operation "
@@ -215,7 +215,7 @@ class Rule:
 
     @contextlib.contextmanager
     def _binding(self, candidate: Candidate) -> Iterator[None]:
-        """Says of an error whose operands and parameters they were."""
+        """Converts errors into ones that name the rule's function and the operation."""
         try:
             yield
         except Exception as error:
@@ -223,26 +223,26 @@ class Rule:
             raise self._refused(candidate, refused.rstrip(". ")) from error
 
     def _check_shape(self, candidate: Candidate, got: Any, wanted: Any) -> None:
-        """Raises if a result has not the shape that the program goes on with."""
+        """Raises if a result does not have the shape that the program expects."""
         if got.shape != wanted.shape:
             shapes = f"a result of shape {got.shape} instead of {wanted.shape}"
             raise self._refused(candidate, shapes)
 
     def _holds_for_primitive(self, name: str) -> bool:
-        """Whether the condition on the primitive holds."""
+        """Returns whether the condition on the primitive matches."""
         named = self.primitive
         patterns = (named,) if isinstance(named, str) else named
         return patterns is None or any(matches(name, one) for one in patterns)
 
     @property
     def _is_for_products(self) -> bool:
-        """Whether it is about quantizing, which only products can be."""
+        """Whether it quantizes, which only matmuls can be."""
         is_recipe = isinstance(self.precision, AbstractRecipe)
         return is_recipe or self.precision is Precision.LOW
 
     @property
     def _asks_for_all(self) -> bool:
-        """Whether a function is given all that is known of an operation."""
+        """Whether a function gets everything known about an operation."""
         is_named = isinstance(self.precision, Precision | AbstractRecipe)
         return self.when is not None or not is_named
 
@@ -257,7 +257,7 @@ def _name(func: object) -> str:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a name or a path matches a pattern; brackets are those of paths."""
+    """Returns whether a name or path matches a pattern; brackets are literal."""
     return _pattern(pattern).match(text) is not None
 
 
@@ -267,9 +267,9 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 
 
 def is_within(scopes: Sequence[str], pattern: str) -> bool:
-    """Whether a path of scopes, beginning at any of them, matches a pattern."""
+    """Returns whether a path of scopes, from any of them on, matches a pattern."""
     count = pattern.count("/") + 1
-    parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
+    parts = "/".join(scopes).split("/")  # a scope's name may contain a slash
     return any(
         matches("/".join(parts[i : i + count]), pattern)
         for i in range(len(parts) - count + 1)
@@ -335,26 +335,26 @@ class Rules:
 
     @property
     def _recipes(self) -> tuple[AbstractRecipe, ...]:
-        """The recipes that rules name."""
+        """Returns the recipes of the rules."""
         found = (r.precision for r in self.rules)
         return tuple(p for p in found if isinstance(p, AbstractRecipe))
 
     @property
     def _needs_scopes(self) -> bool:
-        """Whether a rule asks for scopes."""
+        """Whether a rule has a condition on scopes."""
         return any(r.scope is not None or r._asks_for_all for r in self.rules)
 
     @property
     def _needs_parameters(self) -> bool:
-        """Whether a rule asks for paths of parameters."""
+        """Whether a rule has a condition on paths of parameters."""
         return any(r.parameter is not None or r._asks_for_all for r in self.rules)
 
     def _find(self, candidate: Candidate) -> Rule | None:
-        """The first rule that holds for an operation."""
+        """Returns the first rule that matches an operation, or None."""
         return next((r for r in self.rules if r._holds(candidate)), None)
 
     def _find_for_program(self, name: str) -> Rule | None:
-        """A rule that keeps autocast out of a program within the program."""
+        """Returns a rule that keeps autocast out of an inner program, or None."""
         for rule in self.rules:
             # `*` means operations: it would keep autocast out of the whole function.
             names_it = rule._is_about_primitives and rule.primitive != "*"
@@ -363,7 +363,7 @@ class Rules:
         return None
 
     def _first_of(self, name: str) -> Rule | None:
-        """The first rule that may hold for an operation of a primitive."""
+        """Returns the first rule that may match a primitive's operations, or None."""
         return next((r for r in self.rules if r._holds_for_primitive(name)), None)
 
 
@@ -384,12 +384,12 @@ _PYTORCH_FOLLOW = tuple(
 
 
 def is_recipe_class(value: object) -> bool:
-    """Whether a value is a class of recipes."""
+    """Returns whether a value is a class of recipes."""
     return isinstance(value, type) and issubclass(value, AbstractRecipe)
 
 
 def as_written(recipe: object) -> str:
-    """A recipe or a class of recipes as one would write it: `mpx.DelayedScaling()`."""
+    """Returns a recipe or class of recipes as Python code: `mpx.DelayedScaling()`."""
     made = recipe if isinstance(recipe, type) else type(recipe)
     options = "" if isinstance(recipe, type) or recipe == _default(made) else "..."
     return f"mpx.{made.__name__}({options})"
@@ -398,7 +398,7 @@ def as_written(recipe: object) -> str:
 def _default(made: type) -> object:
     try:
         return made()
-    except TypeError:  # one with arguments of a user's own
+    except TypeError:  # a class with required arguments
         return None
 
 
@@ -406,8 +406,8 @@ def read_switch(name: str, value: object, caller: str) -> bool:
     """Reads an option that is True or False.
 
     Args:
-        name: What it is called.
-        value: What was given.
+        name: The option's name.
+        value: The value passed.
         caller: The public call to name in an error.
 
     Raises:
@@ -421,7 +421,7 @@ def read_switch(name: str, value: object, caller: str) -> bool:
 
 
 def _check_text(name: str, value: object, several: bool = False) -> None:
-    """Raises for a condition that is no text, or an empty one, which never holds."""
+    """Raises unless a condition is a non-empty string: an empty one never matches."""
     if value is None:
         return
     texts = value if several and isinstance(value, tuple) else (value,)
@@ -437,7 +437,7 @@ def _check_text(name: str, value: object, several: bool = False) -> None:
 
 
 def _shown(value: object) -> str:
-    """A short list as it was written, other things described."""
+    """Formats a short list as Python code, and describes other values."""
     if isinstance(value, tuple | list | set | frozenset) and len(repr(value)) < 80:
         return repr(value)
     return describe(value)

@@ -1,16 +1,17 @@
 """Settings: the options of autocast, and how they reach each equation.
 
-`Settings` is the only carrier. Ambient contexts, the options of the transform, regions
-and rules that name a recipe each set some of them; in this order, the later one wins.
-The settings that apply to an equation are in its `Place`.
+`Settings` is the only carrier of options. Ambient contexts, the options of the
+transform, regions, and rules that name a recipe each set some of them; in this order,
+the later one wins. The settings that apply to an equation are in its `Place`
+(`_autocast/_context.py`).
 
-*Ambient* settings apply around calls, to autocast functions that do not set the option
-themselves. They are part of the key of JAX's trace cache, so a function that was
-compiled under other settings is not used again.
+*Ambient* settings apply to calls of autocast functions that do not set the option
+themselves. They are part of the key of JAX's trace cache, so a function compiled under
+other settings is not reused.
 
-A *region* inside of a function that is being transformed is a named scope that carries
-settings. So they stay on every equation that is traced in it, through jit, loops, remat
-and derivative rules, and the innermost one wins.
+A *region* inside a function that is being transformed is a named scope with settings.
+So every equation that is traced in it keeps them, through jit, loops, remat and
+derivative rules, and the innermost region wins.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ from .._quantize import AbstractRecipe, Target
 from ._policy import Wire
 from ._rules import Rules
 
-# Which arguments of a function hold its parameters: positions and names. One may be
-# passed by position in one call and by name in the next.
+# The arguments of a function that contain its parameters: positions and names. An
+# argument may be passed by position in one call and by name in the next.
 Weights = tuple[int | str, ...]
 
 
@@ -41,17 +42,17 @@ class Settings:
     """The options of autocast; hashable, part of the keys of caches.
 
     Attributes:
-        dtype: The half precision dtype.
+        dtype: The half-precision dtype.
         residual_stream: "full" or "half".
         residuals: "small" or "fast"; None if not set.
-        is_enabled: Whether anything is cast at all.
+        is_enabled: Whether anything is cast.
         rules: The user's rules.
-        is_strict: Whether what happens by accident is an error.
-        recipe: How products of weights are quantized; None if they are not.
-        target: The device that is compiled for; None if not set.
-        wire: In what dtypes weights and gradients travel between devices; None: as the
-            program has it.
-        explicit: The names of those that were set; the others are defaults.
+        is_strict: Whether autocast raises for what it otherwise only reports.
+        recipe: How weight matmuls are quantized; None if they are not.
+        target: The device to compile for; None if not set.
+        wire: The dtypes of communication of weights and gradients; None: those of the
+            program.
+        explicit: The names of the options that were set; the others are defaults.
     """
 
     dtype: np.dtype = np.dtype(jnp.bfloat16)
@@ -67,20 +68,20 @@ class Settings:
 
     @classmethod
     def of(cls, **options: Any) -> "Settings":
-        """Settings of which only these are explicit."""
+        """Returns settings of which only these are explicit."""
         return cls(**options, explicit=frozenset(options))
 
     def within(self, outer: "Settings") -> "Settings":
-        """These settings where they are explicit, and those around them elsewhere."""
+        """Returns these settings where explicit, and the outer ones elsewhere."""
         return dataclasses.replace(
             outer, **self.explicit_values(), explicit=outer.explicit | self.explicit
         )
 
     def at(self, scopes: tuple[str, ...]) -> "Settings":
-        """The settings inside of scopes, the outermost first, some of them regions."""
+        """Returns the settings inside scopes, outermost first; some are regions."""
         settings = self
         for scope in scopes:
-            # Where there is none, the very same object comes back (`Place.inside`).
+            # Without a region, returns the very same object (`Place.inside`).
             region = data_of(scope, Settings)
             if region is not None:
                 settings = dataclasses.replace(settings, **region.explicit_values())
@@ -88,46 +89,46 @@ class Settings:
 
     @property
     def recipes(self) -> tuple[AbstractRecipe, ...]:
-        """The recipe, and those that rules name."""
+        """The recipe, and those of rules."""
         own = () if self.recipe is None else (self.recipe,)
         return (*own, *self.rules._recipes) if self.rules.rules else own
 
     @property
     def not_of_regions(self) -> list[str]:
-        """The names of explicit settings that only a whole function can have."""
+        """The names of explicit settings that apply only to a whole function."""
         names = ("rules", "is_strict", "target")
         return [name for name in names if name in self.explicit]
 
     def for_a_region(self) -> "Settings":
-        """Those that a part of a program can have."""
+        """Returns the explicit settings that can apply to a part of a program."""
         given = self.explicit_values()
         for name in self.not_of_regions:
             del given[name]
         return Settings.of(**given)
 
     def explicit_values(self) -> dict[str, Any]:
-        """The explicit settings, by name."""
+        """Returns the explicit settings, by name."""
         names = [f.name for f in dataclasses.fields(self) if f.name in self.explicit]
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """The explicit settings as the name of a scope, in which slashes separate."""
+        """Returns the explicit settings as a scope's name, without slashes."""
         given = self.explicit_values()
         texts = (f"{_NAMES.get(k, k)}={v}".replace("/", "|") for k, v in given.items())
         return f"mpx.autocast({','.join(texts)})"
 
 
-# The names of options that are not those of their fields.
+# Options whose public names differ from their fields.
 _NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 
 
 def region(settings: Settings) -> contextlib.AbstractContextManager[object]:
-    """A region with these explicit settings."""
+    """Opens a region with these explicit settings."""
     return data_scope(str(settings), settings)
 
 
 def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
-    """The recipes of the regions in a program."""
+    """Returns the recipes of the regions in a program."""
     found = [
         data_of(scope, Settings)
         for equation in distinct_equations(jaxpr)
@@ -136,22 +137,22 @@ def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
     return {s.recipe for s in found if s is not None and s.recipe is not None}
 
 
-# --- Functions that autocast made -----------------------------------------------------
+# --- The mark of autocast functions ---------------------------------------------------
 
-# The attribute by which such a function is known.
+# The attribute that has the mark.
 MARK = "__mpx_autocast__"
 
 
 class Mark(NamedTuple):
-    """What autocast made a function of. JAX's transforms copy it to what they make.
+    """How autocast made a function. JAX's transforms copy the mark to their results.
 
     Attributes:
-        made: The function that autocast made.
-        func: What it was made of.
+        made: The autocast function.
+        func: The original function.
         settings: The options of autocast.
-        weights: Positions and names of the arguments that hold parameters.
+        weights: Positions and names of the arguments that contain parameters.
         has_explicit_weights: Whether the user passed `weights`.
-        again: Makes another function in the same way.
+        again: Wraps another function in the same way.
     """
 
     made: Callable[..., PyTree]
@@ -167,29 +168,29 @@ def unwrapped(
 ) -> tuple[
     Callable[..., PyTree], Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 ]:
-    """What autocast wrapped, and how to wrap it again; other functions as they are.
+    """Returns the wrapped function and how to wrap it again; others unchanged.
 
-    For those who look into a callable PyTree: its arrays are not in the wrapper's.
+    For code that inspects a callable PyTree: its arrays are not in the wrapper.
     """
     mark = getattr(func, MARK, None)
-    # JAX copies the attributes of a function to what it makes of it: `jax.jit` of an
-    # autocast function has its mark, and is not to be taken apart.
+    # `jax.jit` of an autocast function also has its mark, copied by JAX; it must not be
+    # unwrapped.
     if mark is None or mark.made is not func:
         return func, lambda same: same
     return mark.func, mark.again
 
 
 def weights_of(func: object) -> Weights:
-    """The arguments that hold a function's parameters: by default the first."""
+    """Returns the arguments that contain parameters; by default the first."""
     mark = getattr(func, MARK, None)
     return (0,) if mark is None else mark.weights
 
 
-# --- Which arguments hold parameters --------------------------------------------------
+# --- The arguments that contain parameters --------------------------------------------
 
 
 def read_weights(weights: Any, call: str) -> Weights | None:
-    """The option `weights`, checked as far as is possible without a function."""
+    """Checks the option `weights`, as far as possible without a function."""
     if weights is None:
         return None
     places = weights if isinstance(weights, tuple) else (weights,)
@@ -214,11 +215,11 @@ def weights_in_call(
     kwargs: Mapping[str, PyTree],
     call: str,
 ) -> Weights:
-    """Positions and names of a call's arguments that hold parameters.
+    """Returns positions and names of a call's arguments that contain parameters.
 
     Args:
         func: The function that is called.
-        weights: Which of its arguments hold parameters.
+        weights: The arguments that contain parameters.
         args: Its arguments.
         kwargs: Its keyword arguments.
         call: The public function, for messages.
@@ -232,7 +233,7 @@ def weights_in_call(
     is_named = [isinstance(w, str) and w in kwargs for w in weights]
     is_plain = [isinstance(w, int) and w < len(args) for w in weights]
     if all(a or b for a, b in zip(is_named, is_plain, strict=True)):
-        return weights  # as in nearly all calls, without a look at the signature
+        return weights  # the usual case, without reading the signature
     return _found_by_signature(func, weights, args, kwargs, call)
 
 
@@ -243,7 +244,7 @@ def _found_by_signature(
     kwargs: Mapping[str, PyTree],
     call: str,
 ) -> Weights:
-    """`weights_in_call` where some are passed in another way than they are named."""
+    """Implements `weights_in_call` if some are not passed the way they are named."""
     ordered, others = parameters_of(func)
     found = []
     for place in weights:
@@ -253,7 +254,7 @@ def _found_by_signature(
         elif place in ordered and ordered.index(place) < len(args):
             here = ordered.index(place)
         is_known = here in kwargs or here in ordered or here in others
-        # The first argument is the default, also of functions that have none.
+        # The first argument is the default, also of functions without one.
         if not is_known and not (isinstance(here, int) and here < max(len(args), 1)):
             raise ValueError(
                 f"`weights={place!r}` of {call} must be an argument of the function; "
@@ -265,10 +266,10 @@ def _found_by_signature(
 
 
 def parameters_of(func: Callable[..., PyTree]) -> tuple[list[str], set[str]]:
-    """Names of the parameters that have a position, and of those that have none."""
+    """Returns names of parameters with a position, and of those without one."""
     try:
         parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a function of C has no signature
+    except (TypeError, ValueError):  # C functions have no signature
         return [], set()
     kind = inspect.Parameter
     in_order = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD

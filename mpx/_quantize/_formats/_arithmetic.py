@@ -1,7 +1,7 @@
-"""What quantizers compute with: the same bits on every device, or as one device does.
+"""The arithmetic of quantizers: the same bits on every device, or a device's own.
 
-`EXACT` is defined by float32 arithmetic in a fixed order. `_casting.CAST` is what a
-device that rounds right has for it.
+`EXACT` is float32 arithmetic in a fixed order; a CPU computes the same bits faster.
+`_quantizers/_casting.py` has `CAST`, for a device whose casts round correctly.
 """
 
 import equinox as eqx
@@ -19,69 +19,68 @@ from ._target import Target
 
 
 class Arithmetic:
-    """How a device finds magnitudes, transforms, and rounds."""
+    """Finds magnitudes, transforms, and rounds."""
 
     def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
-        """The largest magnitudes, as `largest_magnitude`."""
+        """Returns the largest magnitudes, as `largest_magnitude`."""
         return largest_magnitude(x, axis)
 
     def largest_finite(self, x: Array) -> Array:
-        """The same of all finite numbers.
+        """Returns the largest finite magnitude.
 
-        Infinite or NaN where there is such a number, if a device cannot leave them out.
+        On devices that do not skip them, infinite or NaN if there is such a value.
         """
         return largest_magnitude(x, only_finite=True)
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        """Numbers times a scale; NaN where they are not finite."""
-        # Of x: a finite number that a large scale makes infinite saturates.
+        """Multiplies values by a scale; infinities and NaN become NaN."""
+        # Tests x: a finite value that the scale makes infinite saturates.
         return jnp.where(jnp.isfinite(x), x * scale, jnp.nan)
 
     def to_format(self, x: Array, format: Format, key: Key | None) -> Array:
-        """Numbers rounded to 8 bits, in the dtype of the format."""
+        """Rounds values to 8 bits, in the dtype of the format."""
         return round_to_format(x, format, key).astype(format.dtype)
 
     def to_four_bits(self, x: Array, axis: int, key: Key | None) -> Array:
-        """Numbers rounded to E2M1, packed along an axis."""
+        """Rounds values to E2M1 and packs them along an axis."""
         return pack(round_to_format(x, Format.E2M1, key), axis)
 
     def rotated(
         self, x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
     ) -> Array:
-        """The Hadamard transform of numbers that had this dtype."""
+        """Returns the Hadamard transform of values; `dtype` is their original dtype."""
         return hadamard_transform(x, axis=axis, signs=signs)
 
     def written(self, x: Array) -> Array:
-        """An array that is to be in memory, not computed again for each use."""
+        """Makes the compiler write an array once, not recompute it for each use."""
         return x
 
 
 EXACT = Arithmetic()
 
 
-# ----------------------------------------------------------------------------
-# What XLA's CPU compiler is slow at, done otherwise: every bit is that of `EXACT`.
+# --- On a CPU: the bits of `EXACT`, without the slow operations of XLA's compiler -----
 #
-# * Its cast to 8 bits takes three quarters of the time of quantizing an array. So the
-#   bits are made by arithmetic of integers.
+# * Its cast to 8 bits takes three quarters of the time of quantizing an array. So
+#   integer arithmetic makes the bits.
 # * A maximum of integers takes three times that of floats, for which it has a library;
-#   but that loses NaN. So bits are taken for other floats, in the same order, none of
-#   which is NaN.
-# * Arrays of 8-bit floats that are only moved it widens: a loop that writes one into a
-#   stack widens and narrows all of the stack, in each iteration. So what waits for the
-#   backward pass are the bits, as integers; of bfloat16, too, with jaxlib 0.10.
+#   but the latter loses NaN. So the bits are reinterpreted as other floats, in the same
+#   order and without NaN.
+# * It widens arrays of 8-bit floats that are only moved: a loop that writes one into a
+#   stack widens and narrows the whole stack in each iteration. So residuals are saved
+#   as integer bits; bfloat16 as well, with jaxlib 0.10.
 #
 # Measured with jaxlib 0.10.2 and 0.12.0.1, November 2026.
 
 _INFINITY, _SIGN = 0x7F800000, np.int32(-(2**31))
-# Bits of magnitudes from 2 on become those of positive floats from 2**-126 on, smaller
+# Bits of magnitudes from 2 up become those of positive floats from 2**-126 up, smaller
 # ones those of negative floats.
 _TWO, _SMALLEST_NORMAL = 0x40000000, 0x00800000
-_ZERO = np.float32(-3.9999998)  # what 0 becomes: -(_TWO - 1 + _SMALLEST_NORMAL)
+_ZERO = np.float32(-3.9999998)  # 0 becomes this: -(_TWO - 1 + _SMALLEST_NORMAL)
 
 
 class _OnCpu(Arithmetic):
-    """What a CPU does: the bits of `EXACT`."""
+    """Computes the bits of `EXACT` on a CPU."""
 
     def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
         return _maximum(_magnitude_bits(x), axis)
@@ -91,7 +90,7 @@ class _OnCpu(Arithmetic):
         return flushed(_maximum(jnp.where(bits < _INFINITY, bits, 0), None))
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        # Subnormal numbers become zero here: flushed before, they would be written.
+        # Subnormals become zero here; flushing them first would write another array.
         bits = _magnitude_bits(x)
         factor = jnp.where(bits < _SMALLEST_NORMAL, 0, scale)
         return x * jnp.where(bits < _INFINITY, factor, jnp.nan)
@@ -106,7 +105,7 @@ ON_CPU = _OnCpu()
 
 
 def arithmetic_of(target: Target) -> Arithmetic:
-    """What a device without a cast that is known to round right computes with."""
+    """Returns the arithmetic of a device whose cast is not known to round correctly."""
     return ON_CPU if target.platform == "cpu" else EXACT
 
 
@@ -115,7 +114,7 @@ def _magnitude_bits(x: Array) -> Array:
 
 
 def _maximum(bits: Array, axis: tuple[int, ...] | None) -> Array:
-    """The float32 number with the largest bits, by a maximum of finite floats."""
+    """Returns the float32 number with the largest bits, by a maximum of floats."""
     above = bits - (_TWO - _SMALLEST_NORMAL)
     below = (_TWO - 1 + _SMALLEST_NORMAL - bits) | _SIGN
     ordered = jnp.where(bits >= _TWO, above, below)
@@ -128,17 +127,17 @@ def _maximum(bits: Array, axis: tuple[int, ...] | None) -> Array:
 
 
 def _codes(x: Array, format: Format) -> Array:
-    """The bits of the nearest numbers of 8 bits, ties to even, as uint8."""
+    """Returns the bits of the nearest 8-bit numbers, ties to even, as uint8."""
     info = format._info
     lost = 23 - info.nmant
     magnitude = jnp.minimum(jnp.abs(x), format.largest)
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    # A carry out of the mantissa goes into the exponent, as it should.
+    # A carry out of the mantissa correctly increments the exponent.
     nearest = (bits + (2 ** (lost - 1) - 1) + ((bits >> lost) & 1)) >> lost
     normal = nearest - ((126 + info.minexp) << info.nmant)
     # Below the smallest normal number a code is the number of steps: float32 numbers
-    # from `first` on are that far apart. Not by floats alone: XLA simplifies
-    # (x + first) - first (jaxlib 0.10.2).
+    # from `first` up are that far apart. Not by floats alone: XLA simplifies (x +
+    # first) - first (jaxlib 0.10.2).
     first = np.float32(2.0 ** (23 + info.minexp - info.nmant))
     small = lax.bitcast_convert_type(magnitude + first, jnp.int32)
     small = small - first.view(np.int32)
@@ -149,11 +148,11 @@ def _codes(x: Array, format: Format) -> Array:
 
 
 class Bits(eqx.Module):
-    """Floating numbers as integers.
+    """Floating values as integers.
 
     Attributes:
         bits: The integers.
-        dtype: The dtype of the numbers.
+        dtype: The dtype of the values.
     """
 
     bits: Array
@@ -161,7 +160,7 @@ class Bits(eqx.Module):
 
 
 def as_bits(tree: PyTree) -> PyTree:
-    """A tree with `Bits` for floating arrays that a loop on a CPU would widen."""
+    """Replaces floating arrays that a loop on a CPU would widen by `Bits`."""
 
     def convert(x: Array) -> Array | Bits:
         is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -174,7 +173,7 @@ def as_bits(tree: PyTree) -> PyTree:
 
 
 def as_numbers(tree: PyTree) -> PyTree:
-    """The inverse of `as_bits`."""
+    """Inverts `as_bits`."""
 
     def convert(x: Array | Bits) -> Array:
         if isinstance(x, Bits):

@@ -1,7 +1,8 @@
-"""Arrays as blocks: one axis, or a pair of axes, cut into pieces of equal length.
+"""Blocks of an array, their scales, and amaxes over devices.
 
-Axes are kept as negative numbers, so that they still name the same axes when a vmap or
-a stack of layers puts an axis in front.
+A block is cut along one axis, or a pair of axes, into pieces of equal length. Axes are
+negative, so they keep their meaning when a vmap or a stack of layers adds an axis in
+front.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +34,12 @@ def resolve_axes(
     dimensions: int,
     caller: str,
 ) -> Axes:
-    """The axes that blocks lie along, negative and ascending.
+    """Returns the axes that blocks are along, negative and ascending.
 
     Args:
         shape: The shape of the array.
-        axis: One axis, or the two of square blocks. One axis for square blocks stands
-            for itself and the last of the others.
+        axis: One axis, or the two of square blocks. One axis for square blocks means
+            itself and the last of the others.
         block: The length of a block.
         dimensions: 1, or 2 for square blocks.
         caller: The public call to name in an error.
@@ -47,7 +48,7 @@ def resolve_axes(
         As many axes as blocks have dimensions.
 
     Raises:
-        TypeError: An axis is no integer.
+        TypeError: An axis is not an integer.
         ValueError: An axis does not exist or does not divide into blocks, or there are
             too few or too many.
     """
@@ -94,7 +95,7 @@ def resolve_axes(
 
 
 def split(x: Array, axes: Axes, block: int) -> Array:
-    """Each axis of length n as two, of lengths n / block and block."""
+    """Splits each axis of length n in two, of lengths n / block and block."""
     shape: list[int] = []
     for index, length in enumerate(x.shape):
         cut = index - x.ndim in axes
@@ -103,7 +104,7 @@ def split(x: Array, axes: Axes, block: int) -> Array:
 
 
 def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
-    """Where the axes inside of blocks are in what `split` returns."""
+    """Returns the positions of the axes inside of blocks in the result of `split`."""
     firsts = sorted(axis + rank for axis in axes)
     return tuple(first + 1 + index for index, first in enumerate(firsts))
 
@@ -114,13 +115,13 @@ def block_maximum(
     block: int,
     largest: Callable[..., Array] = largest_magnitude,
 ) -> Array:
-    """The largest magnitude of each block; NaN where there is a NaN, 0 if empty."""
+    """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty."""
     blocks = split(x, axes, block)
     return largest(blocks, inner_axes(x.ndim, axes))
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:
-    """Multiplies each block by its own factor, in the shape of `x`."""
+    """Multiplies each block by its factor, in the shape of `x`."""
     factors = jnp.expand_dims(factors, inner_axes(x.ndim, axes))
     return (split(x, axes, block) * factors).reshape(x.shape)
 
@@ -129,21 +130,20 @@ def _size(block: int, dimensions: int) -> str:
     return f"{block if dimensions == 2 else 1}x{block}"
 
 
-# ----------------------------------------------------------------------------
-# Scales: what numbers are multiplied by before they are rounded.
+# --- Scales: the factors applied before rounding --------------------------------------
 #
 # `scale` multiplies on the way into low precision, `inverse_scale` on the way out; amax
-# is the largest magnitude of what shares a scale, MAX the largest number of the format.
-# All of it is float32 arithmetic and bit shifts, each operation rounded once, in a
-# fixed order. Both a scale and its inverse stay normal float32 numbers: what is below
-# may be flushed to zero, and a division by it would be lost.
+# is the largest magnitude among the values that share a scale, MAX the largest value of
+# the format. All of it is float32 arithmetic and bit shifts, each operation rounded
+# once, in a fixed order. Both a scale and its inverse stay normal float32 numbers:
+# smaller ones may be flushed to zero, and a division by zero would lose the values.
 #
-# The scale of an amax that is not finite is NaN. E2M1 has neither infinity nor NaN, so
-# its numbers could not show an overflow: it would saturate, and training would go on
-# with a wrong gradient. The amax has seen all numbers, so nothing is read again for it.
+# The scale of an infinite or NaN amax is NaN. E2M1 has neither, so its values could not
+# show an overflow: they would saturate, and training would continue with a wrong
+# gradient. The amax has seen all values, so no array is read again for this.
 
 LARGEST_SCALE = 2.0**126
-# Of NVFP4: the inverse is multiplied by the smallest E4M3 number, 2^-9, and inverted.
+# For NVFP4: the inverse is multiplied by the smallest E4M3 number, 2^-9, and inverted.
 _LARGEST_NVFP4_SCALE = 2.0**100
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -155,7 +155,7 @@ def scale_from_amax(
     power_of_two_scales: bool = False,
     limit: float = LARGEST_SCALE,
 ) -> Float32[Array, "..."]:
-    """MAX / amax; NaN of an infinity or a NaN, 1 of zero (or what is subnormal).
+    """Returns MAX / amax; NaN for infinity and NaN, 1 for zero and subnormal amaxes.
 
     Args:
         amax: The largest magnitudes.
@@ -177,19 +177,19 @@ def scale_from_amax(
 
 
 def e8m0_code(amax: Float32[Array, "..."], format: Format) -> Array:
-    """The exponent of amax / MAX rounded up, as int32 with a bias of 127.
+    """Returns the exponent of amax / MAX rounded up, as int32 with a bias of 127.
 
-    MAX is 1.75 times a power of two in E4M3 and in E5M2. So the quotient is above the
-    power of two of its exponents exactly where the mantissa of amax is above 1.75: no
-    division is needed, and none can round.
+    MAX is 1.75 times a power of two in E4M3 and in E5M2. So the quotient exceeds the
+    power of two of the exponents' difference exactly if the mantissa of amax exceeds
+    1.75: without a division, there is no rounding.
 
     Args:
         amax: The largest magnitudes.
         format: E4M3 or E5M2.
 
     Returns:
-        Codes from 1 to 253, whose inverses are normal numbers too; zero has 1. Infinity
-        and NaN have 255, which is NaN in E8M0.
+        Codes from 1 to 253, whose inverses are normal numbers too; 1 for zero. 255 for
+        infinity and NaN, which is NaN in E8M0.
     """
     mantissa = lax.bitcast_convert_type(amax, jnp.uint32) & 0x7FFFFF
     largest_exponent = {Format.E4M3: 8, Format.E5M2: 15}[format]
@@ -199,23 +199,23 @@ def e8m0_code(amax: Float32[Array, "..."], format: Format) -> Array:
 
 
 def e8m0_from_code(code: Array) -> Array:
-    """The array of `float8_e8m0fnu` with these codes."""
+    """Returns the array of `float8_e8m0fnu` with these codes."""
     return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def float32_from_e8m0(scales: Array) -> Array:
-    """The powers of two that E8M0 numbers are, in float32, exactly."""
+    """Converts E8M0 numbers, which are powers of two, to float32 exactly."""
     code = lax.bitcast_convert_type(scales, jnp.uint8)
     return jnp.where(code == 255, jnp.nan, power_of_two(code))
 
 
 def e8m0_scale(code: Array) -> Float32[Array, "..."]:
-    """What to multiply by: the inverse of the E8M0 number with this code."""
+    """Returns the scale of a code: the inverse of its E8M0 number."""
     return jnp.where(code == 255, jnp.nan, power_of_two(254 - jnp.minimum(code, 253)))
 
 
 def nvfp4_tensor_scale(amax: Float32[Array, ""]) -> Float32[Array, ""]:
-    """The scale that brings the largest block scale to 448: 448 * 6 / amax."""
+    """Returns the scale that makes the largest block scale 448: 448 * 6 / amax."""
     largest = Format.E4M3.largest * Format.E2M1.largest
     return scale_from_amax(amax, largest, limit=_LARGEST_NVFP4_SCALE)
 
@@ -223,11 +223,11 @@ def nvfp4_tensor_scale(amax: Float32[Array, ""]) -> Float32[Array, ""]:
 def nvfp4_block_inverse_scale(
     block_amax: Float32[Array, "..."], tensor_scale: Float32[Array, ""]
 ) -> Float32[Array, "..."]:
-    """The inverse scales of blocks: numbers of E4M3, in units of the tensor's.
+    """Returns the inverse scales of blocks: E4M3 numbers, in units of the tensor's.
 
-    In the order of Transformer Engine, without a division by 6: XLA makes a product
-    with the rounded 1/6 of one under `jax.jit` (jax 0.10.2, November 2026), and codes
-    would be others than those of the same operations one by one.
+    In the order of Transformer Engine, without a division by 6: under `jax.jit` XLA
+    turns it into a multiplication by the rounded 1/6 (jax 0.10.2, November 2026), and
+    codes would differ from those of eager operations.
     """
     wanted = block_amax * (tensor_scale * np.float32(1 / Format.E2M1.largest))
     return round_to_format(wanted, Format.E4M3)
@@ -236,33 +236,32 @@ def nvfp4_block_inverse_scale(
 def nvfp4_scale(
     block_inverse_scale: Float32[Array, "..."], tensor_inverse_scale: Array
 ) -> Float32[Array, "..."]:
-    """What to multiply the numbers of a block by; finite also where a scale is 0."""
+    """Returns the factor of a block's values; finite even if its inverse scale is 0."""
     inverse = block_inverse_scale * tensor_inverse_scale
     return jnp.minimum(1 / inverse, _LARGEST_FLOAT32)
 
 
-# ----------------------------------------------------------------------------
-# Amaxes of whole arrays where an array is in pieces: on devices, or under `jax.vmap`.
+# --- Amaxes of arrays that are sharded, or under `jax.vmap` ---------------------------
 #
-# A scale for a whole tensor has to be the same on all devices that hold a piece of it.
-# Under `jax.jit` over a mesh it is, because the program is one for all of them. Under
-# `shard_map` the program sees a piece, and the maximum has to be taken of all.
+# The scale of a whole tensor must be the same on all devices that have a shard of it.
+# Under `jax.jit` over a mesh it is, because all run one program. Under `shard_map` the
+# program sees only a shard, so the maximum must be taken over all of them.
 
 Join = Callable[[Array], Array]
 
 
 def alone(amax: Array) -> Array:
-    """The amax as it is: this is the whole array."""
+    """Returns the amax unchanged: the array is not sharded."""
     return amax
 
 
 def joined_over(axes: tuple[str, ...], all_vary: bool) -> Join:
-    """A function that takes the maximum of an amax over axes of `shard_map`.
+    """Returns a function that takes the maximum of an amax over axes of `shard_map`.
 
     Args:
         axes: The axes.
-        all_vary: Take it over all of them. Otherwise over those on which JAX says that
-            the amax varies, if it says so (`check_vma=True`).
+        all_vary: Take it over all axes. Otherwise only over those on which the amax
+            varies by its JAX type, if types have this (`check_vma=True`).
     """
     if not axes:
         return alone
@@ -273,7 +272,7 @@ def joined_over(axes: tuple[str, ...], all_vary: bool) -> Join:
         names = tuple(axis for axis in axes if axis in found)
         if not names:
             return amax
-        # Of the bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
+        # On the bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
         bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), names)
         return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -281,13 +280,13 @@ def joined_over(axes: tuple[str, ...], all_vary: bool) -> Join:
 
 
 def as_cotangent(amaxes: Array, scales: Array, summed_axes: tuple[str, ...]) -> Array:
-    """Amaxes as what the backward rule returns in the place of a cotangent of scales.
+    """Returns amaxes in the form of a cotangent of the scales.
 
     Args:
         amaxes: The amaxes, equal on all devices.
         scales: The scales.
-        summed_axes: The axes of `shard_map(check_vma=False)`, over which JAX adds up
-            cotangents: one device contributes, so that the sum is the amax.
+        summed_axes: The axes of `shard_map(check_vma=False)`, over which JAX sums
+            cotangents: only one device contributes, so the sum is the amax.
     """
     for axis in summed_axes:
         amaxes = jnp.where(lax.axis_index(axis) == 0, amaxes, 0.0)
@@ -296,7 +295,7 @@ def as_cotangent(amaxes: Array, scales: Array, summed_axes: tuple[str, ...]) -> 
 
 @jax.custom_batching.custom_vmap
 def refuse_batching(amax: Array, scales: Array) -> Array:
-    """The amax; an error where a vmap batches it and not the scales."""
+    """Returns the amax; raises if a vmap batches it but not the scales."""
     return amax
 
 

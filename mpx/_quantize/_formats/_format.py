@@ -1,13 +1,14 @@
-"""Formats of 8 bits and fewer, and what is known of each.
+"""Formats of 8 bits and fewer, and their properties; checks of options.
 
-A *format* says how bits make a number. All here have a sign, an exponent with a bias, a
-few bits of mantissa, and subnormal numbers below the smallest normal one:
+A *format* is the meaning of the bits of a number. All formats here have a sign, an
+exponent with a bias, a few bits of mantissa, and subnormal numbers below the smallest
+normal one:
 
     E4M3: 4 bits of exponent, 3 of mantissa, no infinity, one NaN
-    E5M2: 5 bits of exponent, 2 of mantissa, infinities and NaNs, as IEEE 754 would
+    E5M2: 5 bits of exponent, 2 of mantissa, infinities and NaNs as in IEEE 754
     E2M1: 2 bits of exponent, 1 of mantissa, neither infinity nor NaN
 
-`HYBRID` is no format but a pair: E4M3 in the forward pass, E5M2 for gradients.
+`HYBRID` is not a format but a pair: E4M3 in the forward pass, E5M2 for gradients.
 
 Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling Formats
 (MX) Specification 1.0, section 5.3.3 (E2M1).
@@ -88,7 +89,7 @@ class Format(enum.Enum):
 
     @property
     def _info(self) -> np.finfo:
-        """How its bits are shared out."""
+        """The numbers of bits of exponent and mantissa, and the range."""
         if self is Format.HYBRID:
             raise ValueError(
                 "`mpx.Format.HYBRID` is two formats and has no such property; use "
@@ -101,17 +102,17 @@ class Format(enum.Enum):
 
 
 def single_format(format: Format, caller: str) -> Format:
-    """Checks a format that a user gave for one array.
+    """Checks a format that a user passed for one array.
 
     Args:
-        format: What was given.
+        format: The format.
         caller: The public name of the argument's owner.
 
     Returns:
         The format, which is not `HYBRID`.
 
     Raises:
-        TypeError: It is no format.
+        TypeError: It is not a format.
         ValueError: It is `HYBRID`.
     """
     if not isinstance(format, Format):
@@ -126,8 +127,7 @@ def single_format(format: Format, caller: str) -> Format:
     return format
 
 
-# ----------------------------------------------------------------------------
-# Checks of the options of quantizers and recipes, which are frozen dataclasses.
+# --- Checks of the options of quantizers and recipes, which are frozen dataclasses ----
 
 
 def check_format(quantizer: Any) -> None:
@@ -171,6 +171,6 @@ def check_epsilon(options: Any) -> None:
 
 
 def _public_name(options: object) -> str:
-    """The name of its class, recipe or quantizer, as a user writes it."""
+    """Returns the public name of the options' class, recipe or quantizer."""
     name = type(options).__name__
     return f"mpx.quantization.{name}" if name.endswith("Quantizer") else f"mpx.{name}"

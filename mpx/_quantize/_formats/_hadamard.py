@@ -1,9 +1,9 @@
 """The random Hadamard transform: spreads an outlier over its block.
 
-A block of 16 numbers that holds one large number quantizes badly in 4 bits: the scale
-follows the large one and the others become zero. Multiplied by an orthogonal matrix of
-entries +-1/4, the block has its energy everywhere. Where both operands of a product are
-transformed along the contracted axis, the product stays what it was.
+A block of 16 values with one large value quantizes badly in 4 bits: the scale follows
+the large one and the others become zero. Multiplying by an orthogonal matrix of entries
++-1/4 spreads the energy over the block. If both operands of a matmul are transformed
+along the contracted axis, the result is unchanged.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from ..._base.errors import describe
 from ._blocks import resolve_axes, split
 
 BLOCK = 16
-# Any fixed choice will do as long as both operands share it. These are no column of
-# Sylvester's matrix, so that a constant block does not gather in one number.
+# Any fixed choice works if both operands share it. These signs are not a column of
+# Sylvester's matrix, so a constant block does not concentrate in one value.
 _SIGNS = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, 1)
 
 
@@ -78,8 +78,9 @@ def hadamard_transform(
     chosen = np.array(_SIGNS) if signs is None else checked_signs(signs, call)
     blocks = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
     moved = blocks.shape
-    # The axes in front stay as they are. In one axis with the blocks, rows that devices
-    # share would have no sharding, and XLA would gather them all on each device.
+    # The axes in front stay separate. Merged with the blocks' axis, rows sharded over
+    # devices would lose their sharding, and XLA would gather all of them on each
+    # device.
     blocks = split(blocks, (-1,), BLOCK)
     chosen = jnp.asarray(chosen, jnp.float32)
     chosen = lax.broadcast_in_dim(chosen, (1,) * x.ndim + (BLOCK,), (x.ndim,))
@@ -88,9 +89,9 @@ def hadamard_transform(
 
 
 def checked_signs(signs: object, call: str) -> Any:
-    """Signs as an array; raises unless they are 16 numbers, each 1 or -1.
+    """Returns signs as an array; raises unless they are 16 numbers, each 1 or -1.
 
-    What is traced is believed.
+    Traced values are not checked.
     """
     if isinstance(signs, Tracer):
         shape, is_number = signs.shape, not jnp.issubdtype(signs.dtype, np.bool_)
@@ -108,27 +109,27 @@ def checked_signs(signs: object, call: str) -> Any:
 
 
 def rotation(signs: tuple[int, ...] | None = None) -> Float32[Array, "16 16"]:
-    """The matrix H of the transform."""
+    """Returns the matrix H of the transform."""
     signs = _SIGNS if signs is None else signs
     signs_by_row = jnp.asarray(signs, jnp.float32)[:, None]
     return signs_by_row * _sylvester(jnp.eye(BLOCK, dtype=jnp.float32))
 
 
 def signs_of(signs: tuple[int, ...] | None = None) -> int:
-    """The signs of the transform as bits, 1 for -1, the first one lowest."""
+    """Returns the signs of the transform as bits, 1 for -1, the first one lowest."""
     signs = _SIGNS if signs is None else signs
     return sum(1 << place for place, sign in enumerate(signs) if sign < 0)
 
 
 def _sylvester(blocks: Array) -> Array:
-    """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
+    """Multiplies rows of 16 by Sylvester's matrix over 4, in 4 rounds of sums."""
     lead = blocks.shape[:-1]
     signs = jnp.array([1.0, -1.0], blocks.dtype)
     signs = signs.reshape(*(1 for _ in lead), 1, 2, 1)
     distance = 1
     while distance < BLOCK:
         pairs = blocks.reshape(*lead, BLOCK // (2 * distance), 2, distance)
-        # left + right and left - right: no array of one half of them is made.
+        # left + right and left - right, without an array for either half.
         pairs = lax.rev(pairs, (pairs.ndim - 2,)) + pairs * signs
         blocks = pairs.reshape(*lead, BLOCK)
         distance *= 2

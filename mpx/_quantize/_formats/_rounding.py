@@ -1,11 +1,11 @@
-"""Rounding of float32 to a format, on the float32 grid.
+"""Rounds float32 to a format, on the float32 grid; noise and packing of 4-bit codes.
 
-A number is rounded by arithmetic, not by a cast: divided by the distance of two
-neighbours of the format (a power of two, from the exponent bits), rounded to an
-integer, multiplied back. Every step is exact, so that the result is right on every
-device, and the cast that follows changes nothing. That matters twice: XLA may drop a
-pair of casts (float32 to float8 and back) inside of `jax.jit`, and a cast from float32
-to float8 by way of float16, which some compilers make of it, rounds twice.
+Rounding is arithmetic, not a cast: a value is divided by the distance of two neighbours
+of the format (a power of two, from the exponent bits), rounded to an integer, and
+multiplied back. Every step is exact, so every device gets the correct result, and the
+cast that follows changes nothing. This matters for two reasons: XLA may remove a pair
+of casts (float32 to float8 and back) inside `jax.jit`, and some compilers cast from
+float32 to float8 through float16, which rounds twice.
 """
 
 import functools
@@ -24,20 +24,18 @@ from ..._base.jax_compat import as_varying, varying_axes
 from ..._base.typing import Shape
 from ._format import Format
 
-# ----------------------------------------------------------------------------
-# E2M1 numbers as codes of 4 bits, two in a byte.
+# --- E2M1 numbers as codes of 4 bits, two in a byte -----------------------------------
 #
-# JAX has a dtype for them (`float4_e2m1fn`) that takes a whole byte for each number on
-# the CPU and that few operations know. So they are kept in uint8: of two neighbours
-# along the packed axis the first is in the low half, as `jax.lax.bitcast_convert_type`
-# has it.
+# JAX's dtype for them (`float4_e2m1fn`) takes a whole byte per number on the CPU, and
+# few operations support it. So they are stored in uint8: of two neighbours along the
+# packed axis the first is in the low half, as in `jax.lax.bitcast_convert_type`.
 
 
 def pack(x: Float32[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Codes of E2M1 numbers, two in a byte.
+    """Packs the codes of E2M1 numbers, two in a byte.
 
     Args:
-        x: Numbers that E2M1 has. A NaN, which it has not, becomes 0.
+        x: Values that E2M1 represents. A NaN, which it does not, becomes 0.
         axis: The axis to pack, of even length, negative.
 
     Returns:
@@ -49,7 +47,7 @@ def pack(x: Float32[Array, "..."], axis: int) -> UInt8[Array, "..."]:
 
 
 def unpack(packed: UInt8[Array, "..."], axis: int) -> Float32[Array, "..."]:
-    """The float32 numbers of packed codes; the inverse of `pack`."""
+    """Returns the float32 values of packed codes; the inverse of `pack`."""
     packed = jnp.moveaxis(packed, axis, -1)
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1)
     codes = codes.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
@@ -57,9 +55,9 @@ def unpack(packed: UInt8[Array, "..."], axis: int) -> Float32[Array, "..."]:
 
 
 def encode(x: Float32[Array, "..."]) -> UInt8[Array, "..."]:
-    """Codes of E2M1 numbers, each in a byte; 0 of a NaN."""
+    """Returns the codes of E2M1 numbers, one per byte; 0 for NaN."""
     magnitude = jnp.where(jnp.isnan(x), 0.0, jnp.abs(x))
-    # A float32 from 1 on holds the code in its bits: exponent and first mantissa bit.
+    # The bits of a float32 from 1 up contain the code: exponent and first mantissa bit.
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
     normal = (bits >> 22).astype(jnp.int32) - (126 << 1)
     code = jnp.where(magnitude < 1, (magnitude * 2).astype(jnp.int32), normal)
@@ -74,28 +72,26 @@ def _decode(codes: Array) -> Array:
     return jnp.where(codes > 7, -magnitude, magnitude)
 
 
-# ----------------------------------------------------------------------------
-# The noise of stochastic rounding, from the numbers that are rounded and the step.
+# --- The noise of stochastic rounding, from the rounded values and the step -----------
 #
-# A backward pass has no key at hand, and one in the state of training would have to be
+# A backward pass has no PRNG key, and a key in the training state would have to be
 # split at every product. So the noise is keyed by a hash of the gradient and by the
-# number of the training step: within a step the same gradient is rounded the same way,
-# in a rematerialized pass too, and another one another way; in the next step both are
-# rounded anew, so that what rounding adds to a gradient that stays as it is averages
-# out. The hash is a sum of integers, which no order of summation changes: a sharded
-# array has the hash of the whole.
+# number of the training step. Within a step, equal gradients are rounded alike, in a
+# rematerialized pass too, and different gradients differently; the next step draws
+# again, so the rounding errors of a constant gradient average out. The hash is a sum of
+# integers, which is independent of the order of summation: a sharded array has the hash
+# of the whole.
 #
-# What is drawn for a number is a hash of its place: 18 operations on integers.
-# Threefry's 20 rounds are more than 100, of which a kernel that rounds an array to 4
-# bits would do each for every two bytes that it reads. No GPU has measured what that
-# saves.
+# The draw for a value is a hash of its position: 18 integer operations. Threefry's 20
+# rounds are more than 100, and a kernel that rounds an array to 4 bits would run them
+# for every two bytes that it reads. The gain has not been measured on a GPU.
 
 
 class Noise(eqx.Module):
-    """What determines draws: 64 bits, in two halves.
+    """The seed of draws: 64 bits, in two halves.
 
     Attributes:
-        first: From the numbers that are rounded.
+        first: From the rounded values.
         second: From the step.
     """
 
@@ -104,29 +100,29 @@ class Noise(eqx.Module):
 
     @property
     def halves(self) -> UInt32[Array, "2"]:
-        """Both, for a kernel."""
+        """Both halves, for a kernel."""
         return jnp.stack([self.first, self.second])
 
     def uniform(self, shape: Shape) -> Float32[Array, "..."]:
-        """A draw from [0, 1) for each number of an array, of 23 bits."""
+        """Draws from [0, 1) for each element of an array, with 23 bits."""
         return uniform(self.first, self.second, places(shape))
 
 
-# A PRNG key of JAX, which a user gives, or noise.
+# A PRNG key of JAX, which a user passes, or noise.
 Key: TypeAlias = Array | Noise
 
 
 def uniform(first: Array, second: Array, place: Array) -> Array:
-    """The draws of noise for places; see `Noise`."""
+    """Returns the draws of noise at these positions; see `Noise`."""
     bits = mixed(mixed(place ^ first) + second)
     one_to_two = (bits >> 9) | np.uint32(0x3F800000)
     return lax.bitcast_convert_type(one_to_two, jnp.float32) - 1.0
 
 
 def mixed(x: Array) -> Array:
-    """A permutation of the integers of 32 bits without a visible order.
+    """Permutes the 32-bit integers without a visible order.
 
-    Each bit of the result changes for half of the changes of one bit of `x`.
+    Changing one bit of `x` changes each bit of the result in half of the cases.
 
     Source: Chris Wellons, Prospecting for Hash Functions (2018), `lowbias32`.
     """
@@ -136,19 +132,19 @@ def mixed(x: Array) -> Array:
 
 
 def noise_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> Noise:
-    """The noise that the numbers, their places and the step determine.
+    """Returns the noise that the values, their positions and the step determine.
 
     Args:
-        x: The numbers.
-        salt: A constant, so that two copies of the same numbers get two noises.
-        step: The number of the step, an integer; None if nobody knows it.
+        x: The values.
+        salt: A constant, so that two copies of the same values get different noise.
+        step: The number of the step, an integer; None if unknown.
     """
     total = jnp.sum(hashed(x, places(x.shape)), dtype=jnp.uint32)
     return noise_of_hash(total, x.shape, salt, step)
 
 
 def places(shape: Shape) -> Array:
-    """The place of each number in the flattened array, in 32 bits."""
+    """Returns each element's position in the flattened array, in 32 bits."""
     place = jnp.zeros(shape, jnp.uint32)
     for axis, length in enumerate(shape):
         index = lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -157,15 +153,15 @@ def places(shape: Shape) -> Array:
 
 
 def hashed(x: Float32[Array, "..."], place: Array) -> Array:
-    """Integers whose sum is the hash of an array.
+    """Returns integers whose sum is the hash of an array.
 
     Args:
-        x: The numbers.
-        place: The place of each in the flattened array, in 32 bits.
+        x: The values.
+        place: The position of each in the flattened array, in 32 bits.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    # Odd factors, so that a change of one number always changes the sum. Numbers of
-    # bfloat16 differ in their upper bits only, which a product moves nowhere: mix them
+    # Odd factors, so that changing one value always changes the sum. bfloat16 values
+    # differ only in their upper bits, which a multiplication leaves there: mix them
     # down first.
     mixed = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
     mixed = mixed ^ (mixed >> 15)
@@ -175,7 +171,7 @@ def hashed(x: Float32[Array, "..."], place: Array) -> Array:
 def noise_of_hash(
     total: UInt32[Array, ""], shape: Shape, salt: int, step: Array | None
 ) -> Noise:
-    """The noise of an array whose hash is known."""
+    """Returns the noise of an array with this hash."""
     seed = zlib.crc32(repr((salt, shape)).encode())
     second = jnp.zeros((), jnp.uint32) if step is None else step.astype(jnp.uint32)
     second = mixed(second + np.uint32(seed))
@@ -183,35 +179,35 @@ def noise_of_hash(
 
 
 def _as_number(dimension: object) -> Array:
-    """A dimension in 32 bits; in an exported program perhaps one of the call."""
+    """Converts a dimension, symbolic in an exported program, to 32 bits."""
     if isinstance(dimension, int):
         return jnp.uint32(dimension & 0xFFFFFFFF)
     return jnp.asarray(dimension).astype(jnp.uint32)
 
 
-# ----------------------------------------------------------------------------
+# --- Rounding -------------------------------------------------------------------------
 
 # Below the smallest normal float32 devices differ: some flush to zero, others do not.
 SMALLEST_FLOAT32 = 2.0**-126
 
 
 def power_of_two(biased_exponent: Array) -> Array:
-    """The float32 number 2^(e - 127) for integers 1 <= e <= 254, from its bits.
+    """Returns the float32 number 2^(e - 127) for integers 1 <= e <= 254, by its bits.
 
-    `exp2` will not do: XLA's on the CPU is not exact.
+    Not `exp2`: XLA's on the CPU is not exact.
     """
     bits = biased_exponent.astype(jnp.uint32) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def biased_exponent(x: Array) -> Array:
-    """The 8 bits of exponent of float32 numbers, as int32; 0 for subnormal ones."""
+    """Returns the 8 exponent bits of float32 values, as int32; 0 for subnormals."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return ((bits >> 23) & 255).astype(jnp.int32)
 
 
 def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Subnormal float32 numbers as zeros of their sign; all others as they are."""
+    """Replaces subnormal float32 values by zeros of their sign."""
     return jnp.where(jnp.abs(x) < SMALLEST_FLOAT32, x * 0, x)
 
 
@@ -221,15 +217,15 @@ def largest_magnitude(
     *,
     only_finite: bool = False,
 ) -> Array:
-    """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
+    """Returns the maximum of |x|; NaN if there is a NaN, 0 if empty.
 
-    Taken of the bits, whose order as integers is that of the numbers, with infinity
-    and then NaN above. XLA's maximum of floats loses NaNs on the CPU.
+    Computed on the bits, whose order as integers is that of the magnitudes, with
+    infinity and then NaN on top. XLA's maximum of floats loses NaNs on the CPU.
 
     Args:
-        x: The numbers.
-        axis: The axes to take it over; None for all.
-        only_finite: Leave out what is not finite.
+        x: The values.
+        axis: The axes to reduce; None for all.
+        only_finite: Leave out infinities and NaN.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     if only_finite:
@@ -241,25 +237,25 @@ def largest_magnitude(
 def round_to_format(
     x: Float32[Array, "..."], format: Format, key: Key | None = None
 ) -> Float32[Array, "..."]:
-    """The nearest numbers of a format, ties to even; or random neighbours.
+    """Rounds to the nearest values of a format, ties to even; or to random neighbours.
 
     Args:
-        x: Numbers in float32.
-        format: Any format but `HYBRID`.
-        key: A PRNG key, or noise, for stochastic rounding: of the two neighbours the
-            upper one with the probability (x - lower) / (upper - lower).
+        x: Values in float32.
+        format: Any format except `HYBRID`.
+        key: A PRNG key, or noise, for stochastic rounding: chooses the upper of the two
+            neighbours with the probability (x - lower) / (upper - lower).
 
     Returns:
-        Float32 numbers that the format has. What is larger than its largest number, an
-        infinity too, becomes that number; NaN stays NaN; zeros keep their sign. An
-        infinity here is a finite number times a scale; see `_quantizers`.
+        Float32 values of the format. Values beyond its largest, infinities too, become
+        the largest; NaN stays NaN; zeros keep their sign. An infinity here is a finite
+        value times a scale; see `_quantizers/_kinds.py`.
     """
     rounded = round_finite(x, format, to_integers(key))
     return jnp.where(jnp.isnan(x), jnp.nan, rounded)
 
 
 def to_integers(key: Key | None = None) -> Callable[[Array], Array]:
-    """What rounds numbers to integers: ties to even; or randomly, with a key."""
+    """Returns a function that rounds to integers: ties to even; randomly with a key."""
     if key is None:
         return functools.partial(
             lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN
@@ -277,7 +273,7 @@ def to_integers(key: Key | None = None) -> Callable[[Array], Array]:
 
 
 def up_or_down(steps: Array, lower: Array, draws: Array) -> Array:
-    """The integer above with the probability of what is above the one below.
+    """Rounds up with a probability equal to the fraction, else down.
 
     Not floor(steps + draws): that sum would round 15 + 0.9999999 up to 16.
     """
@@ -287,12 +283,12 @@ def up_or_down(steps: Array, lower: Array, draws: Array) -> Array:
 def round_finite(
     x: Array, format: Format, to_integers: Callable[[Array], Array]
 ) -> Array:
-    """The same of numbers among which no NaN matters.
+    """Rounds like `round_to_format`, but does not handle NaN.
 
     Args:
-        x: Numbers in float32.
-        format: Any format but `HYBRID`.
-        to_integers: Rounds numbers that are not negative to integers.
+        x: Values in float32.
+        format: Any format except `HYBRID`.
+        to_integers: Rounds non-negative values to integers.
     """
     info = format._info
     magnitude = jnp.minimum(jnp.abs(x), format.largest)

@@ -1,8 +1,8 @@
-"""`Target`: the device that a program is compiled for, as far as products care.
+"""`Target`: the properties of the device that a program is compiled for.
 
-Which form of a quantized product is fast differs from device to device, and a program
-is often compiled elsewhere than it runs. So the device can be named; otherwise it is
-that of the mesh in force, otherwise JAX's default device.
+Which form of a quantized product is fast depends on the device, and a program is often
+compiled on another machine than it runs on. So the device can be named; the default is
+the device of the active mesh, else JAX's default device.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax
 from ..._base.jax_compat import HAS_CPU_FORM, NEEDS_CPU_FORM, WIDENS_STACKS
 
 # (words of JAX's device kind or of NVIDIA's product name, compute capability), from
-# NVIDIA's list of CUDA GPUs; the first match holds. Devices report their capability
+# NVIDIA's list of CUDA GPUs; the first match counts. Devices report their capability
 # themselves; the names serve `target=` and meshes without devices.
 _GPUS = (
     ("gb300", (10, 3)),
@@ -36,8 +36,8 @@ _GPUS = (
     ("a100", (8, 0)),
     ("v100", (7, 0)),
 )
-# What JAX and Google's documentation call a TPU, by the words behind "tpu" without a
-# "v": "TPU v5 lite" is a v5e, "TPU v5" a v5p.
+# The names of TPUs in JAX and in Google's documentation, by the words after "tpu"
+# without a "v": "TPU v5 lite" is a v5e, "TPU v5" a v5p.
 _TPUS = {"2": " v2", "3": " v3", "4": " v4", "4i": " v4i", "4lite": " v4i"}
 _TPUS |= {"5e": " v5e", "5lite": " v5e", "5": " v5p", "5p": " v5p"}
 _TPUS |= {"6e": " v6e", "6lite": " v6e"}
@@ -57,11 +57,11 @@ class Target:
     """A device to compile for.
 
     Attributes:
-        platform: As `jax.lax.platform_dependent` names it: "cpu", "cuda" or "tpu"; or
-            another one, of which nothing is known.
-        name: What it is called in words.
-        capability: CUDA's compute capability, or a TPU's generation and 0; of a CPU
-            with units for bfloat16 (1, 0).
+        platform: Its name in `jax.lax.platform_dependent`: "cpu", "cuda" or "tpu"; or
+            another platform, without known properties.
+        name: The name in messages and reports.
+        capability: CUDA's compute capability, or a TPU's generation and 0; (1, 0) for a
+            CPU with bfloat16 units.
     """
 
     platform: str
@@ -70,39 +70,39 @@ class Target:
 
     @property
     def wants_cpu_form(self) -> bool:
-        """Whether bfloat16 products are emitted in the form of `_cpu_form`.
+        """Whether bfloat16 matmuls get the form of `_program/cpu_products.py`.
 
-        With jax 0.10.2 it costs a CPU without units a quarter of a product; before,
-        there is none. Since 0.11 it costs nothing, and spares sums in bfloat16.
+        With jax 0.10.2 the form costs a CPU without units a quarter of a matmul; older
+        versions do not have it. From 0.11 on it is free, and avoids sums in bfloat16.
         """
         has_units = HAS_CPU_FORM and self.capability >= (1, 0)
         return self.platform == "cpu" and (has_units or NEEDS_CPU_FORM)
 
     @property
     def widens_stacks(self) -> bool:
-        """Whether to write a part of a bfloat16 array costs as much as to write all."""
+        """Whether writing part of a bfloat16 array costs as much as writing it all."""
         return self.platform == "cpu" and WIDENS_STACKS
 
     @property
     def has_fp8_units(self) -> bool:
-        """Whether products with one scale for each tensor are fast in FP8."""
+        """Whether matmuls with one scale per tensor are fast in FP8."""
         if self.platform == "cuda":
             return self.capability >= (8, 9)
         return self.platform == "tpu" and self.capability >= (7, 0)
 
     @property
     def rounds_to_fp8(self) -> bool:
-        """Whether its cast to FP8 is known to round to nearest: see `_casting`."""
+        """Whether its cast to FP8 is known to round to nearest; see `_casting`."""
         return self.platform == "cuda" and self.capability >= (8, 9)
 
     @property
     def transposes_fp8(self) -> bool:
-        """Whether its FP8 products want both operands with the contracted axis last."""
+        """Whether its FP8 matmuls need the contracted axis of both operands last."""
         return self.rounds_to_fp8 and self.capability < (10, 0)
 
     @property
     def has_block_units(self) -> bool:
-        """Whether products of MXFP8 and NVFP4 are (with cuDNN 9.10 or later)."""
+        """Whether MXFP8 and NVFP4 matmuls are fast (with cuDNN 9.10 or later)."""
         return self.platform == "cuda" and self.capability >= (10, 0)
 
 
@@ -110,14 +110,14 @@ CPU = Target("cpu", "cpu")
 CPU_WITH_UNITS = Target("cpu", "cpu bf16", (1, 0))
 
 
-# What Linux says of an x86 CPU that has units, and of its maker. Of Intel's it is AMX:
-# without it their AVX512-BF16 gained nothing when it was measured.
+# Linux's flag for an x86 CPU with bfloat16 units, and the maker. For Intel it is AMX:
+# without it their AVX512-BF16 was measured to gain nothing.
 _UNITS = (("amx_bf16", ""), ("avx512_bf16", "AuthenticAMD"))
 
 
 @functools.cache
 def this_cpu() -> Target:
-    """The CPU of this machine, as Linux tells; elsewhere one without units."""
+    """Returns this machine's CPU by Linux's flags; elsewhere one without units."""
     try:
         words = {*pathlib.Path("/proc/cpuinfo").read_text().split(), ""}
     except OSError:
@@ -127,11 +127,11 @@ def this_cpu() -> Target:
 
 
 def target_from(value: object) -> Target:
-    """The target that a name means, or else that the program would run on.
+    """Returns the target of a name, or the one that the program would run on.
 
     Args:
-        value: A name. None: the devices of the mesh in force (`jax.set_mesh` or
-            `shard_map`) where it tells, else JAX's default device, which starts the
+        value: A name. None: the devices of the active mesh (`jax.set_mesh` or
+            `shard_map`) if it has any, else JAX's default device, which starts the
             backend.
     """
     if value is None:
@@ -142,20 +142,20 @@ def target_from(value: object) -> Target:
 def read_target(
     value: object, argument: str, among: Sequence[str] | None = None
 ) -> Target:
-    """The target that a user names: the one way to read such a name.
+    """Parses the name of a target that a user passed; all such names go through here.
 
-    Upper case, and what stands between words (a space, a hyphen, an underscore or
-    nothing), make no difference.
+    Upper case and word separators (a space, a hyphen, an underscore or nothing) are
+    ignored.
 
     Args:
-        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU,
-            "H100" or "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
-        argument: What was given, for messages.
-        among: The names that are possible here; all if left out.
+        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU, "H100" or
+            "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
+        argument: The argument's name, for messages.
+        among: The accepted names; all if omitted.
 
     Raises:
         TypeError: The value is not a string.
-        ValueError: No such target is known, or it is not possible here.
+        ValueError: The target is unknown, or not accepted here.
     """
     found = _from_name(value) if isinstance(value, str) else None
     if found is None or (among is not None and found.name not in among):
@@ -175,7 +175,7 @@ def _from_name(name: str) -> Target | None:
         return Target("cuda", f"sm_{match[1]}{match[2]}", capability)
     if match := re.fullmatch(r"(?:tpu ?v?|v)((\d\d?) ?(?:lite|[a-z])?)", words):
         generation, short = int(match[2]), match[1].replace(" ", "")
-        # A later one than all that are known is called as it calls itself.
+        # A generation later than all known ones keeps its own name.
         tpu = short if generation > 7 else _TPUS.get(short)
         return None if tpu is None else Target("tpu", f"tpu{tpu}", (generation, 0))
     for gpu, capability in _GPUS:
@@ -200,9 +200,9 @@ def _from_default_device() -> Target:
 
 
 def target_of(device: Any) -> Target:
-    """The target that a `jax.Device` is."""
+    """Returns the target of a `jax.Device`."""
     capability = str(getattr(device, "compute_capability", ""))
-    match = re.fullmatch(r"(\d+)\.(\d+)", capability)  # of ROCm it is a word
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)  # not a number for ROCm
     if device.platform in ("gpu", "cuda") and match:
         name = f"sm_{match[1]}{match[2]}"
         return Target("cuda", name, (int(match[1]), int(match[2])))

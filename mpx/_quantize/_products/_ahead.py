@@ -1,14 +1,15 @@
 r"""Weights that are quantized before the product.
 
-Where they lie in pieces, before they come together:
+A sharded weight, before it is gathered:
 
 $$Q(\operatorname{gather}(w)) = \operatorname{gather}(Q(w))$$
 
-bit for bit, where one scale is for the whole weight: that of its amax, which devices
-join, or one that was known before. A quarter of the bytes of float32 travels, and each
-device rounds its own piece only.
+bit for bit, if the whole weight has one scale: from its amax, joined over devices, or
+known before. Communication takes a quarter of the bytes of float32, and each device
+rounds only its shard.
 
-Or long before, by the optimizer, where a model stores its weights in 8 bits.
+Or long before, by the optimizer, if a model stores its weights in 8 bits
+(`mpx/_stored_weights.py`).
 """
 
 import dataclasses
@@ -26,10 +27,10 @@ from ._product import AbstractProduct, PrequantizedWeight
 
 
 def may_travel(product: AbstractProduct) -> bool:
-    """Whether all that a product reads of its weight is one array of 8 bits.
+    """Returns whether a product reads its weight only as one 8-bit array.
 
-    Not where blocks share scales, which pieces may cut, nor where the backward pass
-    reads the weight in half precision.
+    False if blocks share scales, which shards may cut, or if the backward pass reads
+    the weight in half precision.
     """
     if not isinstance(product, LinearProduct | ConvolutionProduct):
         return False
@@ -48,13 +49,13 @@ def quantized_ahead(
     scales: Array | None,
     move: Callable[[Array], Array],
 ) -> PrequantizedWeight:
-    """A weight for a product, quantized where it lies and then moved.
+    """Quantizes a shard of a weight for a product, then gathers it.
 
     Args:
-        product: The product; `may_travel` says whether it can be.
-        weight: The piece of the weight that is here, floating.
+        product: The product, for which `may_travel` is True.
+        weight: The shard of the weight on this device, floating.
         scales: The scales of delayed scaling.
-        move: Brings the pieces together, and says how they lie there.
+        move: Gathers the shards and sets their sharding.
 
     Returns:
         The whole weight, without a derivative.
@@ -67,7 +68,7 @@ def quantized_ahead(
 
 
 def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
-    """Whether a product reads the numbers of a weight that has one scale.
+    """Returns whether a product can read the payload of this weight with one scale.
 
     Args:
         product: The product.
@@ -83,16 +84,16 @@ def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
 def stored_ahead(
     product: AbstractProduct, stored: QuantizedArray, scales: Array | None
 ) -> PrequantizedWeight:
-    """A weight for a product, as it is stored.
+    """Returns a stored weight for a product, unchanged.
 
-    To delayed scaling its amax is the largest number that its scale leaves room for. No
-    array is read for that, and what the state learns is the scale of the storage: the
-    same weight in float32, under the same state, is quantized to the same numbers.
+    Delayed scaling gets as amax the largest value that its scale allows. No array is
+    read for that, and the state takes over the scale of the storage: the same weight in
+    float32, under the same state, is quantized to the same values.
 
     Args:
-        product: The product; `may_read` says whether it reads them.
+        product: The product, for which `may_read` is True.
         stored: The weight.
-        scales: The scales of delayed scaling, of which that of the weight is unused.
+        scales: The scales of delayed scaling; that of the weight is unused.
 
     Returns:
         The weight, without a derivative.

@@ -1,10 +1,10 @@
-"""The three products of a linear layer as `jax.lax.dot_general`s.
+"""The three matmuls of a linear layer as `jax.lax.dot_general`s, and blocks in groups.
 
-`left` and `right` are the operands, in any layout that `dot_general` has: batch axes,
+`left` and `right` are the operands, in any layout of `dot_general`: batch axes,
 contracted axes and free axes in any order. Its result has the batch axes, then left's
-free ones, then right's. The gradient of either operand is again a product: of the
-result's gradient and the other operand, contracted over the other one's free axes. What
-comes out has its axes in another order than the operand, hence the permutation.
+free axes, then right's. The gradient of either operand is again a matmul: of the
+result's gradient and the other operand, contracted over that operand's free axes. Its
+result has another order of axes than the operand, hence the permutation.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
 class Contraction(NamedTuple):
-    """A product of two arrays.
+    """A matmul of two arrays.
 
     Attributes:
         dimension_numbers: Those of `jax.lax.dot_general`.
@@ -37,7 +37,7 @@ class Contraction(NamedTuple):
     permutation: Axes
 
     def sizes(self, left: Shape, right: Shape) -> tuple[Length, Length, Length]:
-        """How many rows, columns and contracted numbers the product has.
+        """Returns the numbers of rows, columns and contracted elements.
 
         Args:
             left: The shape of the left operand.
@@ -51,7 +51,7 @@ class Contraction(NamedTuple):
         )
 
     def swapped(self, left_rank: int, right_rank: int) -> "Contraction":
-        """The same product with its operands in the other order."""
+        """Returns the same matmul with its operands in the other order."""
         (lc, rc), (lb, rb) = self.dimension_numbers
         batch = len(lb)
         left, right = left_rank - batch - len(lc), right_rank - batch - len(rc)
@@ -62,12 +62,12 @@ class Contraction(NamedTuple):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the axes of the result are in place."""
+        """Whether the permutation is the identity."""
         return self.permutation == tuple(range(len(self.permutation)))
 
 
 class LinearContractions(NamedTuple):
-    """The products of a linear layer, with their operands.
+    """The matmuls of a linear layer, with their operands.
 
     Attributes:
         forward: left, right -> result.
@@ -83,7 +83,7 @@ class LinearContractions(NamedTuple):
 def contractions(
     dimension_numbers: DimensionNumbers, left_rank: int, right_rank: int
 ) -> LinearContractions:
-    """The product of these dimension numbers and the products of its derivatives."""
+    """Returns the matmul of these dimension numbers and those of its derivatives."""
     (lc, rc), (lb, rb) = dimension_numbers
     left_free = _free(left_rank, lc, lb)
     right_free = _free(right_rank, rc, rb)
@@ -93,7 +93,7 @@ def contractions(
     left_part = tuple(range(len(lb), first))
     right_part = tuple(range(first, rank))
     forward = Contraction(dimension_numbers, tuple(range(rank)))
-    # Of an operand the contracted axes stay, in the order that they stand in.
+    # An operand's contracted axes come from the other operand, in its order.
     left_rest = [axis for _, axis in sorted(zip(rc, lc, strict=True))]
     right_rest = [axis for _, axis in sorted(zip(lc, rc, strict=True))]
     for_left = Contraction(
@@ -108,7 +108,7 @@ def contractions(
 def product_shape(
     dimension_numbers: DimensionNumbers, left: Shape, right: Shape
 ) -> Shape:
-    """The shape of the product of arrays of these shapes."""
+    """Returns the shape of the product of arrays of these shapes."""
     (lc, rc), (lb, rb) = dimension_numbers
     batch = tuple(left[axis] for axis in lb)
     rows = tuple(left[axis] for axis in _free(len(left), lc, lb))
@@ -119,16 +119,16 @@ def product_shape(
 def as_matrices(
     dimension_numbers: DimensionNumbers, left: Array, right: Array
 ) -> tuple[Array, Array, DimensionNumbers, Shape]:
-    """Brings operands into the layout in which blocks lie along one axis.
+    """Brings operands into the layout in which blocks are along one axis.
 
     Args:
-        dimension_numbers: Those of a product.
+        dimension_numbers: Those of a matmul.
         left: Its left operand.
         right: Its right operand.
 
     Returns:
         The operands as [*batch, rows, contracted] and [*batch, contracted, columns],
-        the dimension numbers of their product, and the shape of the product asked for,
+        the dimension numbers of their matmul, and the shape of the requested product,
         whose elements are in the same order.
     """
     (lc, rc), (lb, rb) = dimension_numbers
@@ -149,9 +149,9 @@ def as_matrices(
 
 
 def padded(x: Array, axis: int, length: Length) -> Array:
-    """The array with zeros after the end of an axis, up to a length."""
+    """Pads an axis with zeros at its end, up to a length."""
     missing = length - x.shape[axis]
-    # A dimension that only a call knows (`jax.export`) cannot be compared.
+    # A dimension that is symbolic (`jax.export`) cannot be compared.
     if isinstance(missing, int) and missing <= 0:
         return x
     widths = [(0, 0)] * x.ndim
@@ -165,40 +165,40 @@ def _free(rank: int, contracted: Axes, batch: Axes) -> Axes:
 
 
 def _order(destinations: list[int]) -> Axes:
-    """The permutation that brings axis i to `destinations[i]`."""
+    """Returns the permutation that brings axis i to `destinations[i]`."""
     return tuple(sorted(range(len(destinations)), key=destinations.__getitem__))
 
 
-# ----------------------------------------------------------------------------
-# Blocks along rows that come in groups: no block has rows of two groups.
+# --- Rows in groups: no block has rows of two groups ----------------------------------
 #
-# In the gradient of an expert's weight, blocks lie along the rows, and the next
-# expert's may be a thousand times larger. One scale for both makes noise of the small
-# ones, which a Hadamard transform spreads over all rows of the block.
+# In the gradient of an expert's weight, blocks are along the rows, and the next
+# expert's rows may be a thousand times larger. One scale for both would turn the small
+# ones into noise, which a Hadamard transform spreads over all rows of the block.
 #
-# So where a group begins inside of a block, its rows in that block are quantized apart
-# from those of the group before: with zeros in their place there, and with zeros behind
-# them here, as if they were the last rows of an array.
+# So if a group begins inside a block, its rows in that block are quantized separately:
+# `whole` has zeros in their place, and `starts` has them followed by zeros, as if they
+# were the last rows of an array.
 #
 #     rows     a a a a a b b c | c c c c c c c c
 #     whole    a a a a a 0 0 0 | c c c c c c c c     blocks as without groups
 #     starts   b b 0 0 0 0 0 0   c 0 0 0 0 0 0 0     one for each group but the first
 #
-# No row moves where all groups are whole blocks: bits are those of the array in blocks.
-# What devices share of the rows stays where it is, but for a block of each group.
+# If all groups are whole blocks, no row moves and the bits are those of the array in
+# blocks. Rows sharded over devices stay on their device, except for one block of each
+# group.
 
 Sizes = Int[Array, "*batch groups"]
 
 
 class GroupedArray(eqx.Module):
-    """Rows of groups in low precision: see the top of this file.
+    """Rows of groups in low precision; see the section comment above.
 
     Attributes:
-        whole: The blocks as without groups. Numbers of 8 bits stand in its payload all.
-        starts: The blocks of groups that begin inside of one: of numbers of 8 bits the
-            scales only. Numbers of 4 bits share bytes with their neighbours, and may be
-            of a transform of more rows than a group has there.
-        sizes: How many rows each group has.
+        whole: The blocks as without groups. With 8 bits its payload has all values.
+        starts: The blocks of groups that begin inside a block; with 8 bits only their
+            scales. 4-bit values share bytes with their neighbours, and may be
+            transformed together with more rows than a group has there.
+        sizes: The number of rows of each group.
     """
 
     whole: QuantizedArray
@@ -211,7 +211,7 @@ class GroupedArray(eqx.Module):
         return self.whole.ndim
 
     def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
-        """Numbers and what all are multiplied by; see `QuantizedArray`."""
+        """Returns the values and their common factor; see `QuantizedArray`."""
         starts, block = self.starts, self.whole.block
         if not isinstance(starts, QuantizedArray):
             starts = _with_payload(self.whole, starts, self.sizes)
@@ -220,7 +220,7 @@ class GroupedArray(eqx.Module):
         if scale is not None and scale_there is not None:
             ends = jnp.cumsum(self.sizes, axis=-1)
             scale_there = jnp.where((ends % block > 0).any(), scale_there, 0)
-            # The larger one: the numbers of both stay in range.
+            # The larger one, so that the values of both stay in range.
             here, there, scale = scale, scale_there, jnp.maximum(scale, scale_there)
             x, others = x * (here / scale), others * (there / scale)
         return _with_starts(x, others, self.sizes, block), scale
@@ -229,12 +229,12 @@ class GroupedArray(eqx.Module):
 def quantized_in_groups(
     quantize: Callable[[Array], QuantizedArray], x: Array, sizes: Sizes, block: int
 ) -> QuantizedArray | GroupedArray:
-    """Quantizes rows so that no block has those of two groups.
+    """Quantizes rows so that no block has rows of two groups.
 
     Args:
         quantize: Quantizes an array in blocks along its rows.
         x: Rows, [*batch, rows, columns].
-        sizes: How many of them each group has, [*batch, groups] or [groups].
+        sizes: The number of rows of each group, [*batch, groups] or [groups].
         block: The length of a block.
     """
     if sizes.shape[-1] < 2:
@@ -252,15 +252,15 @@ def quantized_in_groups(
 
 
 def _late_rows(sizes: Sizes, rows: Length, block: int) -> tuple[Array, Array]:
-    """Which rows are of a group that begins in their block, and where they are there.
+    """Returns which rows are of a group that begins in their block, and their place.
 
-    Two arrays [*batch, rows]: the second one is the place in what `_starts_of` gives.
+    Two arrays [*batch, rows]; the place is the index into the result of `_starts_of`.
     """
     ends = jnp.expand_dims(jnp.cumsum(sizes, axis=-1), -2)
     shape = (*sizes.shape[:-1], rows, sizes.shape[-1])
     row = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
     is_past = ends <= row
-    group = is_past.sum(axis=-1)  # that of a row
+    group = is_past.sum(axis=-1)  # the group of each row
     start = jnp.max(jnp.where(is_past, ends, 0), axis=-1)
     row = row[..., 0]
     is_late = (start % block > 0) & (start // block == row // block)
@@ -269,9 +269,9 @@ def _late_rows(sizes: Sizes, rows: Length, block: int) -> tuple[Array, Array]:
 
 
 def _starts_of(x: Array, sizes: Sizes, block: int) -> Array:
-    """A block of each group but the first: its rows in the block that it begins in.
+    """Returns a block for each group but the first: its rows in its first block.
 
-    Zeros for all other rows, and for a group that begins where a block does.
+    All other rows are zeros, also of a group that begins at a block boundary.
     """
     ends = jnp.cumsum(sizes, axis=-1)[..., None]
     start, end = ends[..., :-1, :], ends[..., 1:, :]
@@ -284,14 +284,14 @@ def _starts_of(x: Array, sizes: Sizes, block: int) -> Array:
 
 
 def _with_starts(x: Array, starts: Array, sizes: Sizes, block: int) -> Array:
-    """The rows of groups that begin inside of blocks, put in their places."""
+    """Puts the rows of groups that begin inside of blocks in their places."""
     is_late, place = _late_rows(sizes, x.shape[-2], block)
     return jnp.where(_beside(is_late, x), _rows_of(starts, place), x)
 
 
 def _with_payload(whole: QuantizedArray, scales: Array, sizes: Sizes) -> QuantizedArray:
-    """The blocks of these scales, whose numbers stand in the payload of the whole."""
-    # As bits, which devices that share the rows can send each other everywhere.
+    """Returns the blocks with these scales and the payload of `whole`."""
+    # As bits, which devices that share the rows can exchange on every platform.
     bits = lax.bitcast_convert_type(whole.payload, jnp.uint8)
     bits = _starts_of(bits, sizes, whole.block)
     payload = lax.bitcast_convert_type(bits, whole.payload.dtype)
@@ -303,6 +303,6 @@ def _rows_of(x: Array, places: Array) -> Array:
 
 
 def _beside(by_row: Array, x: Array) -> Array:
-    """Something of each row in the rank of the rows."""
+    """Reshapes one value per row to the rank of the rows."""
     batch = x.ndim - 1 - by_row.ndim
     return by_row.reshape((1,) * batch + by_row.shape + (1,))

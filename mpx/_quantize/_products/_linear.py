@@ -1,7 +1,8 @@
-"""`LinearProduct`: the matrix product of a linear layer, quantized in both directions.
+"""The kinds of quantized products: matmuls, convolutions, ragged matmuls.
 
-On devices with units of low precision the three products are computed with the bits of
-their operands; see `_products`.
+`LinearProduct` is the matmul of a linear layer. On devices with FP8 or block units its
+three matmuls compute with the bits of their operands; see `_lowering`. The others
+multiply dequantized operands on every device.
 """
 
 import abc
@@ -41,7 +42,7 @@ from ._product import AbstractProduct, Extra, Residuals, without_padding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearProduct(AbstractProduct):
-    """A matrix product of data and a weight.
+    """A matmul of data and a weight.
 
     Attributes:
         dimension_numbers: Those of `jax.lax.dot_general`, as tuples.
@@ -53,7 +54,7 @@ class LinearProduct(AbstractProduct):
 
     def _axes(self, role: Role) -> tuple[int, int]:
         if role is Role.GRADIENT:
-            # dx first: of the left operand it contracts columns, of the right one rows.
+            # dx comes first: it contracts a left operand's columns, a right one's rows.
             return (-2, -1) if self.is_weight_first else (-1, -2)
         is_left = (role is Role.WEIGHT) == self.is_weight_first
         return (-1, -2) if is_left else (-2, -1)
@@ -64,7 +65,7 @@ class LinearProduct(AbstractProduct):
         return *self._ordered(left, right), extra
 
     def _ordered(self, data: object, weight: object) -> tuple[Any, Any]:
-        """Two things as (left, right), or (left, right) as (data, weight)."""
+        """Orders (data, weight) as (left, right), or the other way round."""
         return (weight, data) if self.is_weight_first else (data, weight)
 
     def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
@@ -83,7 +84,7 @@ class LinearProduct(AbstractProduct):
         return product, *self._ordered(left, right), shape
 
     def _contractions(self, ranks: tuple[int, int]) -> LinearContractions:
-        """The contractions of data and weight of so many axes, and the gradients'."""
+        """Returns the contractions of data and weight of these ranks."""
         return contractions(self.dimension_numbers, *self._ordered(*ranks))
 
     def _has_units(self, x: Operand, w: Operand) -> bool:
@@ -102,7 +103,7 @@ class LinearProduct(AbstractProduct):
         x = apart(x, w, contracted, self.target)
         product = functools.partial(multiply, target=self.target, half=self.dtype)
         y = product(*self._ordered(x, w), forward, self.dtype, is_backward=False)
-        # Square blocks pad what is not contracted, too.
+        # Square blocks also pad axes that are not contracted.
         shape = product_shape(self.dimension_numbers, *self._ordered(*shapes))
         return without_padding(y, shape)
 
@@ -128,22 +129,20 @@ class LinearProduct(AbstractProduct):
         return without_padding(dx, likes[0].shape), without_padding(dw, likes[1].shape)
 
 
-# ----------------------------------------------------------------------------
-# Products for which no device has units of low precision: of dequantized operands.
+# --- Products without FP8 hardware: of dequantized operands ---------------------------
 #
-# What is gained are the bytes kept for the backward pass, and, on a laptop, the
-# numerics. Every such product is a function of data and weight, with two gradients;
-# quantizing them is the same for all, and here. On a GPU or a TPU the numbers are
-# multiplied in half precision, in which all numbers of 8 bits are exact, elsewhere in
-# float32.
+# They save memory for the backward pass, and reproduce the numerics on a laptop. Such a
+# product is a function of data and weight with two gradients; quantization is the same
+# for all and is done here. GPUs and TPUs multiply in bfloat16, which represents all
+# 8-bit values exactly, other devices in float32.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractDequantizedProduct(AbstractProduct):
-    """A product that is computed of dequantized numbers on every device.
+    """A product that every device computes from dequantized operands.
 
     Attributes:
-        plural: What such products are called.
+        plural: The name of such products, in the plural.
     """
 
     plural: ClassVar[str]
@@ -152,15 +151,15 @@ class AbstractDequantizedProduct(AbstractProduct):
     def _multiply(
         self, extra: Extra, data: Array, weight: Array, precision: Any = None
     ) -> Array:
-        """The product."""
+        """Computes the product."""
 
     @abc.abstractmethod
     def _for_data(self, kept: Residuals, g: Array, w: Array, precision: Any) -> Array:
-        """The gradient of the data, in its form."""
+        """Returns the gradient of the data, in the layout of `data`."""
 
     @abc.abstractmethod
     def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
-        """The gradient of the weight, in its form."""
+        """Returns the gradient of the weight, in the layout of `weight`."""
 
     def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
         return self._multiply(extra, data, weight)
@@ -193,7 +192,7 @@ def _multiplied(
     right: tuple[Operand, Shape],
     dtype: np.dtype,
 ) -> Array:
-    """A product of two operands, each given with its shape before it was padded."""
+    """Multiplies two operands, each given with its shape before it was padded."""
 
     def computed(
         inner: DTypeLike, precision: lax.PrecisionLike, one: Operand, other: Operand
@@ -213,31 +212,31 @@ def _multiplied(
     return lax.platform_dependent(left[0], right[0], **branches, default=emulated)
 
 
-# ----------------------------------------------------------------------------
-# `ConvolutionProduct`: a convolution, quantized in both directions.
+# --- Convolutions ---------------------------------------------------------------------
 #
-# With one scale for each array a convolution quantizes like a product: what is computed
-# are convolutions of low-precision numbers, times two scales. The gradients are those
-# of the convolution, taken of quantized numbers by `jax.linear_transpose`. Blocks along
-# a contracted axis have no meaning here, since a window contracts several.
+# With one scale for each array, a convolution quantizes like a matmul: a convolution of
+# low-precision values, times two scales. `jax.linear_transpose` of the convolution of
+# quantized values gives the gradients. Blocks along a contracted axis are undefined,
+# since a window contracts several axes.
 #
-# On GPUs and TPUs the convolutions are computed in bfloat16, which has all numbers of 8
-# bits, with results in bfloat16 too, as such layers have them without quantization.
-# What is gained are the bytes kept for the backward pass, not speed.
+# GPUs and TPUs compute in bfloat16, which represents all 8-bit values, and also return
+# bfloat16, like convolutions without quantization. The gain is memory saved for the
+# backward pass, not speed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvolutionProduct(AbstractDequantizedProduct):
-    """A convolution of data with a weight: all that is known before numbers are.
+    """A convolution of data with a weight: everything known before its values.
 
     Attributes:
-        window_strides: These are those of `jax.lax.conv_general_dilated`, as tuples.
+        window_strides: This and the fields below are the arguments of
+            `jax.lax.conv_general_dilated`, here as a tuple.
         padding: Pairs of integers.
-        lhs_dilation: Of the data.
-        rhs_dilation: Of the weight.
+        lhs_dilation: The dilation of the data.
+        rhs_dilation: The dilation of the weight.
         dimension_numbers: As in the parameters of the primitive.
-        feature_group_count: Groups of features.
-        batch_group_count: Groups of the batch.
+        feature_group_count: The number of feature groups.
+        batch_group_count: The number of batch groups.
 
     Raises:
         ValueError: The recipe has blocks.
@@ -261,7 +260,7 @@ class ConvolutionProduct(AbstractDequantizedProduct):
             )
 
     def _axes(self, role: Role) -> tuple[int, int]:
-        return -1, -1  # without blocks they have no meaning
+        return -1, -1  # unused without blocks
 
     def _multiply(
         self, extra: Extra, data: Array, weight: Array, precision: Any = None
@@ -284,40 +283,39 @@ class ConvolutionProduct(AbstractDequantizedProduct):
         return jax.linear_transpose(convolve, _zeros(kept.like_data, g))(g)[0]
 
     def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
-        if self.reduce_dtype is not None:  # as the sum over devices, which is here
+        if self.reduce_dtype is not None:  # the dtype of the sum over devices
             x, g = x.astype(self.reduce_dtype), g.astype(self.reduce_dtype)
         convolve = functools.partial(self._multiply, (), x, precision=precision)
         return jax.linear_transpose(convolve, _zeros(kept.like_weight, g))(g)[0]
 
 
 def _zeros(like: Any, g: Array) -> Array:
-    """What a transpose is by, with g's dtype and where g varies. No number is read."""
+    """Returns a primal for a transpose, with g's dtype and varying axes; never read."""
     return as_varying(jnp.zeros(like.shape, g.dtype), varying_axes(g))
 
 
-# ----------------------------------------------------------------------------
-# `RaggedProduct`: the products of experts, quantized in both directions.
+# --- Ragged matmuls: the matmuls of experts -------------------------------------------
 #
-# `jax.lax.ragged_dot`: rows of the data come in groups, one after the other, and each
-# group has a matrix of its own.
+# `jax.lax.ragged_dot`: rows of the data come in consecutive groups, and each group has
+# a separate matrix.
 #
 # $$y_i = Q(x_i)\,Q(w_{e(i)}) \qquad dx_i = Q(g_i)\,Q(w_{e(i)})^T \qquad
 #     dw_e = \sum_{i: e(i) = e} Q(x_i)^T\,Q(g_i)$$
 #
-# All recipes have it. One scale is that of all data, or of the stack of all weights.
-# Blocks of dw lie along the rows, of one group each: see `_groups`. Rows after the last
-# group are in no product and count for no amax.
+# All recipes support it. A tensor scale is that of all data, or of the stack of all
+# weights. Blocks of dw are along the rows, each within one group: see `_contraction`.
+# Rows after the last group are in no product and do not count for the amax.
 #
-# No device has an FP8 form of it in XLA: on GPUs and TPUs it is the product of half
-# precision. What is gained are the bytes kept for the backward pass, not speed.
+# XLA has no FP8 form of it for any device: GPUs and TPUs multiply in half precision.
+# The gain is memory saved for the backward pass, not speed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedProduct(AbstractDequantizedProduct):
-    """A ragged product of data and weights: all that is known before numbers are.
+    """A ragged matmul of data and weights: everything known before its values.
 
     Attributes:
-        dimension_numbers: Those of `jax.lax.ragged_dot_general`, see `has_ragged_form`.
+        dimension_numbers: Those of `jax.lax.ragged_dot_general`; see `has_ragged_form`.
     """
 
     plural: ClassVar[str] = "ragged matmuls"
@@ -329,10 +327,10 @@ class RaggedProduct(AbstractDequantizedProduct):
     def _arranged(
         self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:
-        """Data [*batch, rows, contracted], weights [*batch, groups, contracted, ...].
+        """Returns [*batch, rows, contracted], [*batch, groups, contracted, ...], sizes.
 
-        And how many rows each group has: [*batch, groups], or [groups] for all of the
-        batch.
+        Those are data, weights, and the number of rows of each group: [*batch, groups],
+        or [groups] for the whole batch.
         """
         numbers, (sizes,) = self.dimension_numbers, extra
         (contracted, summed), (left_batch, batch) = numbers.dot_dimension_numbers
@@ -340,7 +338,7 @@ class RaggedProduct(AbstractDequantizedProduct):
         groups = (*batch, *numbers.rhs_group_dimensions, *summed)
         rest = (axis for axis in range(right.ndim) if axis not in groups)
         data = left.transpose(*left_batch, *rows, *contracted)
-        # In fewer bits the sums of sizes would wrap around.
+        # In fewer bits the sums of sizes would overflow.
         sizes = jnp.asarray(sizes, jnp.int32)
         return data, right.transpose(*groups, *rest), (sizes,)
 
@@ -348,7 +346,7 @@ class RaggedProduct(AbstractDequantizedProduct):
         self, role: Role, step: Array | None = None, extra: Extra = ()
     ) -> Copies:
         copies = super()._copies(role, step, extra)
-        if role is Role.WEIGHT:  # blocks lie inside of the matrix of a group
+        if role is Role.WEIGHT:  # blocks are within the matrix of a group
             return copies
         return dataclasses.replace(copies, sizes=extra[0])
 
@@ -369,13 +367,13 @@ class RaggedProduct(AbstractDequantizedProduct):
     def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
         rows = x.ndim - 2
         y = _ragged(x, g, kept.extra, ((rows,), (rows,)), [], precision)
-        return jnp.moveaxis(y, 0, rows)  # a sum for each group
+        return jnp.moveaxis(y, 0, rows)  # one sum for each group
 
 
 def has_ragged_form(
     numbers: lax.RaggedDotDimensionNumbers, left_rank: int, right_rank: int
 ) -> bool:
-    """Whether a ragged product is of rows in groups and a matrix for each group."""
+    """Returns whether a ragged product has rows in groups and a matrix per group."""
     (left, _), (batch, _) = numbers.dot_dimension_numbers
     ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     is_sum_whole = not set(ragged) & {*left, *batch}
@@ -387,7 +385,7 @@ def has_ragged_form(
 def _times_matrices(
     left: Array, weight: Array, extra: Extra, axis: int, precision: Any
 ) -> Array:
-    """Rows times the matrix of their group, along one of its axes."""
+    """Multiplies rows by the matrix of their group, along one of its axes."""
     contracted = (left.ndim - 1,), (weight.ndim + axis,)
     return _ragged(left, weight, extra, contracted, [left.ndim - 2], precision)
 
@@ -400,14 +398,14 @@ def _ragged(
     groups: list[int],
     precision: Any,
 ) -> Array:
-    """A ragged product in float32, of the rows that are the left array's last but one.
+    """Computes a ragged matmul in float32; rows are the left array's second-last axis.
 
     Args:
         left: The rows.
-        right: What they are multiplied by.
-        extra: How many rows each group has.
+        right: The right operand.
+        extra: The number of rows of each group.
         contracted: The axes that are summed.
-        groups: The axis of the right array that has one matrix for each group.
+        groups: The axis of the right array that indexes the groups' matrices.
         precision: As in JAX.
     """
     (sizes,), batch = extra, tuple(range(left.ndim - 2))

@@ -1,18 +1,18 @@
-"""One product of quantized operands, on the fastest path that its device has.
+"""Computes one matmul of quantized operands, on the fastest path of its device.
 
-The paths differ in how a product is computed, not in what is quantized:
+The paths differ in the computation of a matmul, not in its quantized operands:
 
-    emulated      float32 products of dequantized operands: exact but for the sums.
-                  For a CPU of bfloat16 operands, if those hold the numbers exactly
-    half          the same operands rounded to half precision, if they are not already
-                  half-precision numbers; sums in float32
-    FP8 units     FP8 operands, where each has one scale (CUDA from 8.9 on, TPU7x)
+    emulated      float32 matmul of dequantized operands: exact up to the sums.
+                  bfloat16 operands on a CPU, if those hold the values exactly
+    half          the same operands, rounded to half precision if they are not already
+                  half-precision values; sums in float32
+    FP8 units     FP8 operands with one scale each (CUDA from 8.9 on, TPU7x)
     block units   operands in blocks with their scales (MXFP8, NVFP4, CUDA from 10.0 on)
 
-The last two are patterns that XLA recognizes. They are written exactly as it wants
-them: a scale that is divided by, or applied after a cast, would be a pass of its own.
-A path stands in `jax.lax.platform_dependent` with the emulated one as the default, so
-that the same program runs on the CPU.
+The last two are patterns that XLA recognizes, and are written exactly in its form: a
+division by a scale, or a scale after a cast, would be a separate pass. A path is a
+branch of `jax.lax.platform_dependent` whose default is the emulated path, so the same
+program runs on a CPU.
 """
 
 import dataclasses
@@ -34,21 +34,21 @@ from .._formats._target import Target
 from .._quantizers._array import QuantizedArray
 from ._contraction import Axes, Contraction, GroupedArray, padded
 
-# ----------------------------------------------------------------------------
-# Products of MXFP8 and NVFP4 arrays for units that know blocks and their scales.
+# --- MXFP8 and NVFP4: block-scaled matmuls --------------------------------------------
 #
-# `jax.nn.scaled_matmul` becomes cuDNN's call of them on Blackwell (with an older cuDNN
-# it is computed otherwise, silently). It takes matrices with the contracted axis last
-# and one batch axis in front, scales beside them, and neither knows NVFP4's scale of
-# the tensor nor `jax.vmap` over one operand alone: that is what stands here.
+# `jax.nn.scaled_matmul` becomes a cuDNN call on Blackwell; an older cuDNN silently
+# computes it another way. It takes matrices with the contracted axis last, one batch
+# axis in front, and their scales. It supports neither NVFP4's tensor scale nor
+# `jax.vmap` over only one operand; both are added here.
 
 
 def have_block_form(
     left: QuantizedArray, right: QuantizedArray, target: Target
 ) -> bool:
-    """Whether the target's units multiply two arrays with blocks.
+    """Returns whether the target's block units multiply these two arrays.
 
-    Those of MXFP8 (not E5M2 by E5M2) or of NVFP4, both Hadamard-transformed or neither.
+    True for two MXFP8 arrays (not E5M2 by E5M2) or two NVFP4 arrays, if both or neither
+    are Hadamard-transformed.
     """
     if not target.has_block_units or not left._is_rotated_like(right):
         return False
@@ -65,12 +65,12 @@ def in_blocks(
     contraction: Contraction,
     dtype: np.dtype,
 ) -> Array:
-    """The product of arrays [*batch, rows, columns], which blocks lie in.
+    """Multiplies arrays [*batch, rows, columns] that have blocks.
 
     Args:
         left: The left operand.
         right: The right operand.
-        contraction: What to contract: one axis of the last two, of either.
+        contraction: The contraction, over one of the last two axes of each operand.
         dtype: The dtype of the result.
     """
     (here,), (there,) = contraction.dimension_numbers[0]
@@ -81,13 +81,13 @@ def in_blocks(
         for one in (left, right)
         if one.tensor_inverse_scale is not None
     ]
-    # float16 may not have the range of a result. bfloat16 has it, and is rounded once
-    # more (2^-9) where a scale of the tensor follows: an array of float32 would be
-    # twice as many bytes to write, and to read in each use.
+    # A result may exceed the range of float16. bfloat16 has the range, and costs one
+    # more rounding (2^-9) if a tensor scale follows; a float32 array would take twice
+    # the bytes to write, and to read in each use.
     inner = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")
     multiply = _matrix_product(inner)
     y = multiply(left_payload, right_payload, left_scales, right_scales)
-    # JAX's call does not say that its result varies between devices as its operands do.
+    # JAX's call does not mark its result as varying between devices like its operands.
     y = as_varying(y, varying_axes(left_payload) | varying_axes(right_payload))
     y = y.reshape(*left.shape[:-2], *y.shape[1:])
     if tensor:
@@ -96,15 +96,15 @@ def in_blocks(
 
 
 def _with_axis_last(operand: QuantizedArray, axis: int) -> tuple[Array, Array]:
-    """Payload and scales as [batch, rows, contracted]."""
+    """Returns payload and scales as [batch, rows, contracted]."""
     payload, scales = operand.payload, operand.inverse_scale
     other = -3 - axis
     if len(operand.axes) == 2:
         scales = jnp.repeat(scales, operand.block, axis=other)
     if operand.format is Format.E2M1:
         packed = operand.axes[-1]
-        # Of a transposed argument XLA gives a bitcast its layout, and transposes what
-        # has been transposed before; the axis of one number keeps both in order
+        # XLA gives the bitcast of a transposed argument that argument's layout, and
+        # transposes it a second time; an extra axis of length 1 keeps both in order
         # (jax 0.10.2, November 2026).
         numbers = jnp.moveaxis(payload, packed, -1)[..., None]
         numbers = lax.bitcast_convert_type(numbers, jnp.float4_e2m1fn)
@@ -138,13 +138,13 @@ def _matrix_product(dtype: np.dtype) -> Callable[..., Array]:
     return product
 
 
-# ----------------------------------------------------------------------------
+# --- The path of a matmul -------------------------------------------------------------
 
 Operand = QuantizedArray | GroupedArray | Array
 
 
 class Path(enum.Enum):
-    """How a product is computed; see the top of this file."""
+    """How a matmul is computed; see the module's docstring."""
 
     EMULATED = "emulated"
     HALF = "dequantized"
@@ -167,18 +167,19 @@ def multiply(
     half: np.dtype,
     is_backward: bool,
 ) -> Array:
-    """The product of two operands, quantized or not.
+    """Multiplies two operands, quantized or not.
 
     Args:
         left: The left operand.
-        right: The right operand. Contracted axes may be padded, of either.
-        contraction: What to contract.
+        right: The right operand. Contracted axes of both may be padded.
+        contraction: The contraction.
         dtype: The dtype of the result.
-        is_summed: Whether devices sum it, so that nothing may stand between it and
-            what uses the sum.
+        is_summed: Whether the result is summed over devices; then no operation may come
+            between the matmul and that sum.
         target: The device.
-        half: The dtype for products of what is dequantized, where that is fast.
-        is_backward: Whether the product is of a backward pass, for which sums are kept
+        half: The dtype for matmuls of dequantized operands on devices that are fast in
+            it.
+        is_backward: Whether the matmul is part of a backward pass, whose sums are kept
             in full float32.
 
     Returns:
@@ -215,12 +216,12 @@ def multiply(
 def path_of_operands(
     left: object, right: object, contraction: Contraction, target: Target
 ) -> Path:
-    """The path of a product. Shapes and options decide, no numbers do.
+    """Returns the path of a matmul. Shapes and options decide it, values do not.
 
     Args:
-        left: The left operand, or what `jax.eval_shape` gives for it.
-        right: The same of the right one.
-        contraction: What to contract.
+        left: The left operand, or its `jax.eval_shape`.
+        right: The same for the right operand.
+        contraction: The contraction.
         target: The device.
     """
     if target.platform == "cpu":
@@ -229,7 +230,7 @@ def path_of_operands(
         return Path.HALF
     if left.axes or right.axes:
         return Path.BLOCK_UNITS if have_block_form(left, right, target) else Path.HALF
-    # cuBLAS has no product of E5M2 by E5M2, and XLA finds none of a matrix by a vector.
+    # cuBLAS cannot multiply E5M2 by E5M2, and XLA has no FP8 matrix-vector product.
     both_wide = left.format is Format.E5M2 and right.format is Format.E5M2
     rows, columns, _ = contraction.sizes(left.shape, right.shape)
     if target.has_fp8_units and not both_wide and min(rows, columns) > 1:
@@ -238,14 +239,14 @@ def path_of_operands(
 
 
 def emulated_in(left: object, right: object, target: Target) -> np.dtype:
-    """The dtype of the operands of an emulated product.
+    """Returns the dtype of the operands of an emulated matmul.
 
-    bfloat16 where that is fast and has all their numbers. A scale of the whole tensor
-    is no part of them; those of blocks are.
+    bfloat16 if that is fast and represents all their values, else float32. Block scales
+    are part of these values, the scale of a whole tensor is not.
 
     Args:
-        left: The left operand, or what `jax.eval_shape` gives for it.
-        right: The same of the right one.
+        left: The left operand, or its `jax.eval_shape`.
+        right: The same for the right operand.
         target: The device.
     """
     rotated = _are_rotated_alike(left, right)
@@ -254,10 +255,10 @@ def emulated_in(left: object, right: object, target: Target) -> np.dtype:
 
 
 def _is_bfloat16(operand: object, rotated: bool) -> bool:
-    """Whether bfloat16 has all numbers of an operand.
+    """Returns whether bfloat16 represents all values of an operand.
 
-    It has 8 binary digits. Numbers of E4M3 have 4, of E5M2 3, and those of E2M1 times
-    the scales of NVFP4 2 + 4.
+    bfloat16 has 8 binary digits; E4M3 has 4, E5M2 has 3, and E2M1 times the scales of
+    NVFP4 has 2 + 4.
     """
     if not isinstance(operand, QuantizedArray):
         return getattr(operand, "dtype", None) == jnp.bfloat16
@@ -282,10 +283,11 @@ def _in_fp8(
 ) -> Array:
     assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
     swapped = contraction.swapped(left.ndim, right.ndim)
-    if swapped.is_ordered:  # or a transpose would come between product and scale
+    if swapped.is_ordered:  # else a transpose would separate matmul and scale
         left, right, contraction = right, left, swapped
-    # On CUDA XLA takes the scale into the product, unless sizes make it pad: then one
-    # in bfloat16 would be rounded before it is scaled. float16 has not its range.
+    # XLA for CUDA fuses the scale into the matmul, unless it must pad the sizes: a
+    # bfloat16 result would then be rounded before it is scaled. float16 lacks the
+    # range.
     sizes = contraction.sizes(left.shape, right.shape)
     is_taken_in = precision is not None and all(size % 16 == 0 for size in sizes)
     is_taken_in &= dtype == jnp.bfloat16
@@ -300,25 +302,25 @@ def _in_fp8(
     scale = left.inverse_scale * right.inverse_scale
     y = (y * scale.astype(inner)).astype(dtype)
     if stands_alone:
-        # XLA would compute a gelu behind the product in its call. Where the product is
-        # wanted for the backward pass, too, that call has two results, which it cannot
+        # XLA would fuse a gelu after the matmul into its call. If the backward pass
+        # also needs the matmul's result, that call has two results, which XLA cannot
         # emit in FP8: "RET_CHECK failure (xla/service/gpu/thunk_emitter.cc)
         # !has_aux_output" (jax 0.10.2, CUDA 12.9, November 2026). The result of a call
-        # is written in any case, so a barrier behind it moves no bytes; the GPT of
-        # `benchmarks whole-steps` has such a gelu.
+        # is written to memory in any case, so a barrier after it adds no memory
+        # traffic. The GPT of `benchmarks whole-steps` has such a gelu.
         y = lax.optimization_barrier(y)
     return y.transpose(contraction.permutation)
 
 
 def _in_fp8_to_sum(left: Operand, right: Operand, contraction: Contraction) -> Array:
-    """A product of the backward pass, float32, a part of which each device has.
+    """Returns a device's float32 part of a matmul of the backward pass.
 
-    The compiler sums right behind the product, and a scale in between keeps it from two
-    things: summing once behind a loop that adds up such sums, and giving each device
-    its piece of the sum only. So the scales stand with the operands, where XLA finds
-    them, too, and the product is the same call of cuBLAS. It finds them in products
-    that give float32, and in none that give bfloat16 (jax 0.10.2, compiled for sm_90,
-    November 2026).
+    The compiler sums over devices directly after the matmul. A scale in between would
+    prevent two optimizations: one sum after a loop that accumulates such sums, and a
+    sum that gives each device only its shard. So the scales are applied to the
+    operands: XLA recognizes that as well and emits the same cuBLAS call. It does so for
+    float32 results, but not for bfloat16 (jax 0.10.2, compiled for sm_90, November
+    2026).
     """
     assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
     swapped = contraction.swapped(left.ndim, right.ndim)
@@ -342,7 +344,7 @@ def _dequantized(
     dtype: np.dtype,
     is_in_form: bool = False,
 ) -> Array:
-    # A product sees the transform of an operand only if it has that of the other one.
+    # A Hadamard transform cancels only if both operands have the same one.
     rotated = _are_rotated_alike(left, right)
     left, left_scale = numbers_and_scale(left, rotated=rotated)
     right, right_scale = numbers_and_scale(right, rotated=rotated)
@@ -365,7 +367,7 @@ def _dequantized(
 
 
 def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
-    """A product of numbers times the scales of its operands, in float32."""
+    """Multiplies a matmul's result by the scales of its operands, in float32."""
     y = y.astype(jnp.float32)
     if left is not None and right is not None:
         return y * (left * right)
@@ -376,23 +378,23 @@ def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
 def has_units(
     left: object, right: object, contraction: Contraction, target: Target
 ) -> bool:
-    """Whether a product is computed with the bits of its operands."""
+    """Returns whether a matmul is computed with the bits of its operands."""
     return path_of_operands(left, right, contraction, target) in UNITS
 
 
 def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
-    """Data for an FP8 product of CUDA, which nothing but this product reads.
+    """Separates the data of an FP8 matmul of CUDA from matmuls that share it.
 
-    XLA joins products that share an operand, as of q, k and v, into one of all their
-    columns, and cuts each result out by a kernel of its own: 6.4 of 85 GB in a Llama of
-    8 layers (jax 0.10.2, compiled for sm_90, November 2026). Behind a barrier with
-    something that only this product has, the data is shared with no other one.
+    XLA merges matmuls that share an operand, such as q, k and v, into one, and cuts out
+    each result with a separate kernel, which moves 6.4 of 85 GB in a Llama of 8 layers
+    (jax 0.10.2, compiled for sm_90, November 2026). A barrier on the data and the scale
+    of this weight prevents it.
 
     Args:
         x: The data.
         w: The weight.
-        contracted: The axes of the data that the product sums over. Where they are not
-            the last ones, it is turned first, once for all products.
+        contracted: The axes of the data that the matmul sums over. If they are not the
+            last ones, XLA transposes the data first, once for all matmuls: no barrier.
         target: The device.
     """
     last = tuple(range(x.ndim - len(contracted), x.ndim))
@@ -406,13 +408,13 @@ def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
 
 
 def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
-    """Operands that wait for a product, in the few bits that they have.
+    """Keeps operands that are saved for a later matmul in their few bits.
 
-    Where nothing computes with these bits, the compiler sees an array that is rounded,
-    narrowed and widened again. As nothing is lost by it, it would leave out the last
-    two and keep the wide array. And it would make an operand of the backward pass when
-    that comes, and keep for it what it is made from: so a result that goes in here
-    comes out when the operands are there.
+    If no operation computes with these bits, the compiler sees an array that is
+    rounded, narrowed and widened again. It would remove the last two as lossless, and
+    keep the wide array. It would also delay making an operand of the backward pass, and
+    keep its source instead. So a result passed through here becomes available only when
+    the operands are.
     """
     return lax.optimization_barrier(arrays)
 
@@ -420,14 +422,14 @@ def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
 def numbers_and_scale(
     operand: Operand, *, rotated: bool = False
 ) -> tuple[Array, Array | None]:
-    """An operand as numbers and what is common to all; see `QuantizedArray`."""
+    """Returns an operand's values and their common factor; see `QuantizedArray`."""
     if isinstance(operand, QuantizedArray | GroupedArray):
         return operand._factors(rotated=rotated)
     return operand, None
 
 
 def _are_rotated_alike(left: object, right: object) -> bool:
-    """Whether both operands are of the same Hadamard transform."""
+    """Returns whether both operands have the same Hadamard transform."""
     if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
         return False
     return left.rotated and left._is_rotated_like(right)

@@ -1,9 +1,9 @@
 """Operands of a linear layer's products: which are quantized, how, along which axis.
 
 Each of the three arrays is an operand of two products: x of y = x w and dw = xᵀ g, w of
-y and dx = g wᵀ, g of dx and dw. Where blocks lie along the contracted axis, the two
-products want two copies, both quantized from high precision. One scale, or square
-blocks, serve both products with the same copy.
+y and dx = g wᵀ, g of dx and dw. With blocks along the contracted axis, the two products
+need two copies, both quantized from high precision. With one scale, or square blocks,
+they share one copy.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ from ._lowering import Operand
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """How an array becomes the operands of its two products.
+    """Makes the operands of an array's two products.
 
     Attributes:
         recipe: Gives the quantizers.
-        role: What the array is.
+        role: The role of the array.
         half: The dtype of a copy that is not quantized.
         target: The device.
         join: How amaxes are joined over devices.
-        axes: The axis that the first product contracts and that the second one does,
-            negative. Without meaning for quantizers with one scale.
-        step: The number of the training step, by which noise is drawn; None if nobody
-            knows it.
-        rounded_to: A dtype that the numbers are rounded to first; None: as they are.
-        sizes: How many rows (axis -2) each group has, if rows come in groups.
+        axes: The axes that the first and the second product contract, negative. Unused
+            by quantizers with one scale.
+        step: The number of the training step, from which noise is drawn; None if
+            unknown.
+        rounded_to: A dtype that the values are rounded to first; None: not rounded.
+        sizes: The number of rows (axis -2) of each group, if rows come in groups.
     """
 
     recipe: AbstractRecipe
@@ -56,7 +56,7 @@ class Copies:
     sizes: Array | None = None
 
     def first(self, x: Array, scale: Array | None = None) -> Operand:
-        """The copy for y, or for dx of a gradient.
+        """Returns the copy for y; of a gradient, that for dx.
 
         Args:
             x: The array.
@@ -67,15 +67,15 @@ class Copies:
     def begin(
         self, x: Array, scale: Array | None = None
     ) -> tuple[Operand, Callable[[Operand], Operand]]:
-        """The first copy, and what makes the second one of it.
+        """Returns the first copy, and a function that makes the second one from it.
 
         Args:
             x: The array.
             scale: The scale of delayed scaling.
 
         Returns:
-            What `first` gives; and a function of it that gives the copy for the product
-            of the backward pass, or for dw of a gradient.
+            The result of `first`; and a function from it to the copy for the product of
+            the backward pass, or for dw of a gradient.
         """
         if (both := self._by_kernel(x)) is not None:
             first, second = both
@@ -94,7 +94,7 @@ class Copies:
         return self._copy(x, other, self.axes[1], scale, salt=1)
 
     def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
-        """Both copies by the recipe's kernel, where it has one for them."""
+        """Returns both copies by the recipe's kernel, or None if it does not apply."""
         kernel = kernel_of(self.recipe, self.target)
         if kernel is None or not kernel.takes(x.shape) or self.sizes is not None:
             return None
@@ -118,7 +118,7 @@ class Copies:
             one = here._copy(x, first, self.axes[0], None, salt=0)
             other = here._second(x, None, one)
             if isinstance(one, QuantizedArray) and other is one:
-                # One copy in square blocks; the kernel packs it along either axis.
+                # Square blocks: one copy, which the kernel packs along either axis.
                 return _packed_along(one, self.axes[0]), _packed_along(
                     one, self.axes[1]
                 )
@@ -163,7 +163,7 @@ class Copies:
     ) -> QuantizedArray:
         x = x.astype(jnp.float32)
         for one in axes:
-            # As a multiple, so that it is known to be one whatever the length.
+            # A multiple of the block by construction, also for a symbolic length.
             blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
             x = padded(x, one, blocks * quantizer.block)
         key = None
@@ -172,7 +172,7 @@ class Copies:
         to = Asked(self.half, axes, key, scale, self.join)
         if not is_cast(quantizer, self.target):
             by = arithmetic_of(self.target)
-            if by is EXACT or axes:  # where there is one scale, a CPU flushes itself
+            if by is EXACT or axes:  # with one scale, a CPU flushes by itself
                 x = flushed(x)
             return quantizer._quantize(x, to._replace(by=by))
         by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
@@ -185,17 +185,17 @@ def _packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
 
 
 def kernel_of(recipe: AbstractRecipe, target: Target) -> AbstractKernel | None:
-    """The kernel that a recipe asks for, if it has one on the device."""
+    """Returns the kernel of a recipe, or None if the device cannot run it."""
     return getattr(recipe, "kernel", None) if target.has_block_units else None
 
 
 def has_blocks(recipe: AbstractRecipe) -> bool:
-    """Whether a quantizer of the recipe has blocks."""
+    """Returns whether any quantizer of the recipe has blocks."""
     return any(one.block_dimensions for one in _quantizers_of(recipe))
 
 
 def rounds_stochastically(recipe: AbstractRecipe) -> bool:
-    """Whether a quantizer of the recipe does."""
+    """Returns whether any quantizer of the recipe rounds stochastically."""
     return any(one.stochastic_rounding for one in _quantizers_of(recipe))
 
 

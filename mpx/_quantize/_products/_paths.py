@@ -1,4 +1,4 @@
-"""Which path the products of a linear layer take, and in which format, in words."""
+"""Names the path and the formats of a linear layer's products, for reports."""
 
 import functools
 from typing import Any
@@ -22,10 +22,10 @@ _MATRICES = (((1,), (0,)), ((), ()))
 
 
 def path_of(product: AbstractProduct) -> tuple[str, str]:
-    """How the forward product is computed, and why.
+    """Returns how the forward product is computed, and why.
 
     Args:
-        product: What product. Its shapes are not known here; a matrix by a vector is
+        product: The product. Its shapes are unknown here; a matrix-vector product is
             always computed dequantized.
 
     Returns:
@@ -44,24 +44,24 @@ def path_of(product: AbstractProduct) -> tuple[str, str]:
 
 
 def formats_of(product: AbstractProduct) -> tuple[str, str]:
-    """The formats that a product is multiplied in, forward and backward.
+    """Returns the formats in which a product multiplies, forward and backward.
 
-    On its target; for a CPU, which emulates them all, on a device that the recipe is
+    On its target; or, since a CPU emulates all of them, on a device that the recipe is
     for.
 
     Args:
-        product: What product, as for `path_of`.
+        product: The product, as for `path_of`.
 
     Returns:
-        "FP8", "MXFP8", "NVFP4", or two of them with "by" between; "" where it is
-        multiplied in another dtype.
+        "FP8", "MXFP8", "NVFP4", or two of them joined by "by"; "" if it multiplies in
+        another dtype.
     """
     if isinstance(product, AbstractDequantizedProduct):
         return "", ""
     recipe, is_cpu = product.recipe, product.target.platform == "cpu"
     devices = _DEVICES if is_cpu else (product.target,)
     paths = [_paths(recipe, product.dtype, device) for device in devices]
-    # What a device really multiplies a gradient in, its program shows.
+    # On a real device, its program shows the dtypes of the gradients' matmuls.
     is_in = all if is_cpu else any
     has_forward = any(one in UNITS for one, *_ in paths)
     has_backward = any(is_in(one in UNITS for one in rest) for _, *rest in paths)
@@ -73,14 +73,14 @@ def formats_of(product: AbstractProduct) -> tuple[str, str]:
     )
 
 
-# A device of each kind that has units for a format, and the one that has most.
+# One device for each set of units, the best one last.
 _DEVICES = tuple(map(target_from, ("tpu7x", "sm_90", "sm_100")))
 
 
 def _paths(
     recipe: AbstractRecipe, dtype: np.dtype, target: Target
 ) -> tuple[Path, Path, Path]:
-    """The paths of a product of matrices and of the gradients of data and weight."""
+    """Returns the paths of a matmul and of the gradients of data and weight."""
     forward, for_data, for_weight = (
         path_of_operands(*pair, contraction, target)
         for pair, contraction in zip(
@@ -94,7 +94,7 @@ def _paths(
 def _pairs(
     recipe: AbstractRecipe, dtype: np.dtype, target: Target
 ) -> tuple[tuple[Any, Any], ...]:
-    """The operands of these products, as shapes."""
+    """Returns the operands of these matmuls, as shapes."""
 
     def operands(data: Array, weight: Array, gradient: Array) -> list[list[Operand]]:
         made = []

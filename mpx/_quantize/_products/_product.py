@@ -2,19 +2,19 @@ r"""`AbstractProduct`: a product of data and a weight, quantized in both directi
 
 $$y = Q(x)\,Q(w) \qquad dx = Q(g)\,Q(w)^T \qquad dw = Q(x)^T\,Q(g)$$
 
-One `jax.custom_vjp` for all kinds of product: matrix products, convolutions, ragged
-products. What it keeps for the backward pass are quantized operands only: the copies
-that dx and dw contract. Forward mode (`jax.jvp`) has no rule, and JAX says so; the
-derivative of a derivative has none either (see `_second_derivative`).
+One `jax.custom_vjp` serves all kinds of product: matmuls, convolutions, ragged matmuls.
+It saves only quantized operands for backward: the copies that dx and dw contract. It
+has no rule for forward mode (`jax.jvp`), and JAX raises; for second derivatives see
+`differentiated_once`.
 
-Scales of delayed scaling are an argument, float32[3] in the order of `Role`. What comes
-back in the place of their gradient is no gradient: the three *amaxes* of this step, for
-`DelayedScaling.update`. A slot of its own for every product keeps JAX from adding
-two of them.
+Scales of delayed scaling are an argument, float32[3] in the order of `Role`. Its
+cotangent is not a gradient but the three *amaxes* of this step, for
+`DelayedScaling.update`. Each product has a separate slot, so JAX does not add two of
+them.
 
-Both directions are jitted, so that layers of the same shapes are traced and lowered
-once: 84 products of 12 layers in 0.5 seconds and not in 4.3, under NVFP4 in 1.0 and not
-in 17.3. XLA inlines the calls, and compiles what it compiles without them.
+Both directions are jitted, so layers of the same shapes are traced and lowered once: 84
+products of 12 layers take 0.5 instead of 4.3 seconds, under NVFP4 1.0 instead of 17.3.
+XLA inlines the calls, so the compiled program is the same as without them.
 """
 
 import abc
@@ -41,23 +41,22 @@ from .._quantizers._recipes import AbstractRecipe, Role
 from ._lowering import Operand, stored
 from ._operands import Copies, kernel_of
 
-# ----------------------------------------------------------------------------
-# Refusing the derivative of a derivative rule of a quantized product.
+# --- No second derivatives ------------------------------------------------------------
 #
-# The rules of a product compute with numbers that were rounded, by bit operations and
-# casts to 8 bits. The derivative of these is zero or nothing useful, and a second
-# derivative through them would be wrong without a word: by 67 to 100 % in a Hessian.
+# The rules of a product compute with rounded values, by bit operations and casts to 8
+# bits. Their derivative is zero or useless, and a second derivative through them would
+# be silently wrong: by 67 to 100% in a Hessian.
 
 
 @jax.custom_jvp
 def differentiated_once(arrays: object) -> PyTree:
-    """What a derivative rule is given: an error where that has a tangent itself."""
+    """Returns the input of a derivative rule; raises if it has a tangent itself."""
     return arrays
 
 
 @differentiated_once.defjvp
 def _refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
-    # JAX does not ask for it where all tangents are zero.
+    # JAX does not call this rule if all tangents are zero.
     raise TypeError(
         "A matmul under a recipe has no second derivative (`jax.hessian`, a "
         "gradient penalty, a gradient step inside a loss): its first one is "
@@ -68,12 +67,11 @@ def _refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
     )
 
 
-# ----------------------------------------------------------------------------
-# Products over a mesh of explicit axes, where types say how arrays are sharded.
+# --- Meshes of explicit axes: types contain shardings ---------------------------------
 #
-# Gradients of weights contract axes that are sharded, and blocks are cut and joined:
-# for neither have types a rule. Inside of a product the axes are automatic, where the
-# compiler finds shardings; only the result's is said.
+# Gradients of weights contract sharded axes, and blocks are cut and joined; types have
+# no rule for either. Inside a product the axes are automatic, so the compiler finds the
+# shardings; only that of the result is specified.
 
 
 def in_automatic_axes(
@@ -83,17 +81,17 @@ def in_automatic_axes(
     besides: object,
     *operands: Array,
 ) -> Array:
-    """Calls `f(besides, *operands)` without types of shardings inside.
+    """Calls `f(besides, *operands)` on automatic mesh axes.
 
     Args:
         f: The quantized product.
-        plain: The same product of half precision.
-        out_sharding: The sharding of the result; None: what `plain` has.
-        besides: What it gets beside the operands: any tree of arrays.
+        plain: The same product in half precision.
+        out_sharding: The sharding of the result; None: that of `plain`.
+        besides: The first argument of `f`: any tree of arrays.
         *operands: The operands.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:  # nobody set one, and the types of the operands say it
+    if mesh.empty:  # none is set; the operands' types may have one
         meshes = (jax.typeof(x).sharding.mesh for x in operands)
         said = next((one for one in meshes if one.explicit_axes), None)
         if said is not None:
@@ -102,33 +100,33 @@ def in_automatic_axes(
     if not mesh.explicit_axes:
         return f(besides, *operands)
     if out_sharding is None:
-        # Not `eval_shape`, which says None where types leave some axes open.
+        # Not `eval_shape`: it gives None if types leave some axes open.
         found = jax.make_jaxpr(plain)().out_avals[0].sharding
-        if found.mesh.empty:  # the operands are of no mesh
+        if found.mesh.empty:  # the operands have no mesh
             return f(besides, *operands)
         out_sharding = found
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(f, out_sharding=out_sharding)(besides, *operands)
 
 
-# ----------------------------------------------------------------------------
+# --- Products -------------------------------------------------------------------------
 
-# Operands without a derivative: the sizes of groups.
+# Operands without a derivative: the group sizes of ragged matmuls.
 Extra = tuple[Array, ...]
 
 
 class Residuals(eqx.Module):
-    """What the backward pass needs of a product.
+    """The arrays that a product saves for backward.
 
     Attributes:
         data: The copy that dw contracts.
         weight: The copy that dx contracts.
-        extra: Operands that have no derivative.
+        extra: Operands without a derivative.
         scales: The scales of delayed scaling.
         step: The number of the training step.
-        amaxes: The amaxes of data and weight, with scales.
+        amaxes: The amaxes of data and weight; None without scales.
         like_data: Shape and dtype of the data.
-        like_weight: The same of the weight.
+        like_weight: Shape and dtype of the weight.
     """
 
     data: Operand
@@ -145,29 +143,29 @@ class PrequantizedWeight(NamedTuple):
     """A weight that was quantized before the product; see `_ahead`.
 
     Attributes:
-        operand: What it became.
-        amax: Its amax, with scales.
+        operand: The quantized weight.
+        amax: Its amax; None without scales.
     """
 
     operand: QuantizedArray
     amax: Array | None
 
     def moved(self, move: Callable[[Array], Array]) -> "PrequantizedWeight":
-        """The same with its numbers elsewhere."""
+        """Returns a copy whose payload went through `move`."""
         payload = move(self.operand.payload)
         return self._replace(operand=dataclasses.replace(self.operand, payload=payload))
 
 
 class Besides(NamedTuple):
-    """What a product gets besides its operands.
+    """The arguments of a product besides its operands.
 
     Attributes:
-        scales: float32[3], the scales of input, weight and gradient, for
-            `DelayedScaling` and for no other recipe. Where one is 0, it is computed
-            from the array at hand if the recipe has a `warm_start`, and else 1.
+        scales: float32[3], the scales of input, weight and gradient; only for
+            `DelayedScaling`. A scale of 0 is replaced: by that of the current array if
+            the recipe has a `warm_start`, else by 1.
         step: The number of the training step, an integer, for stochastic rounding.
-        ahead: The weight, if it was quantized before. Of the weight nothing is read
-            then; its gradient is that of the weight.
+        ahead: The weight, if it was quantized before. The weight operand is then not
+            read, but still gets the gradient.
     """
 
     scales: Array | None = None
@@ -175,7 +173,7 @@ class Besides(NamedTuple):
     ahead: PrequantizedWeight | None = None
 
     def varying_on(self, axes: frozenset[str]) -> "Besides":
-        """The same with a weight that varies on these axes of `shard_map`."""
+        """Returns a copy whose weight varies on these axes of `shard_map`."""
         if self.ahead is None:
             return self
         move = functools.partial(as_varying, axes=axes)
@@ -184,25 +182,25 @@ class Besides(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractProduct(abc.ABC):
-    """A product of data and a weight: all that is known of it before numbers are.
+    """A product of data and a weight: everything known about it before its values.
 
     Attributes:
         recipe: How operands are quantized.
         dtype: The dtype of the result and of the gradient of the data: half precision,
             or float32.
         target: The device that it is compiled for.
-        manual_axes: Axes of `shard_map` in force, over which the pieces of an array
-            have one scale.
-        sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
-            up the cotangents of replicated arguments over all `manual_axes`.
-        out_sharding: That of the operation, over a mesh of explicit axes. None: as
-            the operation finds it.
-        reduce_dtype: In which gradients of weights are summed over devices; None where
-            there is one device, or the sum is made elsewhere.
-        is_weight_measured: Whether the amax of the weight is taken elsewhere. 0 stands
-            for it in what comes back for the scales.
-        weight_dtype: What the weight is rounded to before it is quantized, where it
-            comes in float32 and the program rounds it; None if it is not.
+        manual_axes: Active axes of `shard_map`, over which the shards of an array share
+            one scale.
+        sums_over_devices: Whether these are of `shard_map(check_vma=False)`, where JAX
+            sums the cotangents of replicated arguments over all `manual_axes`.
+        out_sharding: The sharding of the result, over a mesh of explicit axes. None: as
+            the plain operation infers it.
+        reduce_dtype: The dtype in which gradients of weights are summed over devices;
+            None if there is one device, or the sum is made elsewhere.
+        is_weight_measured: Whether the amax of the weight is taken elsewhere; its place
+            in the cotangent of the scales is then 0.
+        weight_dtype: The dtype that the program rounds a float32 weight to; applied
+            before it is quantized. None if it is not rounded.
     """
 
     recipe: AbstractRecipe
@@ -217,9 +215,9 @@ class AbstractProduct(abc.ABC):
 
     @property
     def weight_gradient_dtype(self) -> np.dtype:
-        """That of sums over devices if there are any.
+        """Returns the dtype of sums over devices if there are any.
 
-        Else bfloat16 if that is `dtype`, else float32, whose range float16 has not.
+        Else bfloat16 if that is `dtype`, else float32: float16 lacks the range.
         """
         if self.reduce_dtype is not None:
             return self.reduce_dtype
@@ -228,11 +226,11 @@ class AbstractProduct(abc.ABC):
 
     @abc.abstractmethod
     def _axes(self, role: Role) -> tuple[int, int]:
-        """The axes of an array that its two products contract; see `Copies`."""
+        """Returns the axes of an array that its two products contract; see `Copies`."""
 
     @abc.abstractmethod
     def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
-        """The product without quantizing."""
+        """Computes the product without quantizing."""
 
     @abc.abstractmethod
     def _forward(
@@ -242,53 +240,53 @@ class AbstractProduct(abc.ABC):
         extra: Extra,
         shapes: tuple[Shape, Shape],
     ) -> Array:
-        """The product of operands, which had these shapes before they were padded."""
+        """Multiplies operands, which had these shapes before they were padded."""
 
     @abc.abstractmethod
     def _backward(
         self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
-        """The gradients of data and weight, from the copies of the result's gradient.
+        """Returns the gradients of data and weight, from the copies of the gradient.
 
-        Each with the shape of what it is the gradient of; `shape` is the result's.
+        Each has the shape of its primal; `shape` is that of the result.
         """
 
     def _wants_wide_weight(self) -> bool:
-        """Whether a weight that the program rounds had better come as it was before.
+        """Returns whether a rounded weight is better passed before it is rounded.
 
-        A kernel that is opaque to the compiler rounds it itself, instead of reading
-        what was written rounded. Between devices a weight travels rounded.
+        A kernel that is opaque to the compiler rounds it itself, instead of reading a
+        rounded copy. Between devices a weight is communicated rounded.
         """
         kernel = kernel_of(self.recipe, self.target)
         return kernel is not None and self.reduce_dtype is None
 
     def _has_units(self, x: Operand, w: Operand) -> bool:
-        """Whether the device computes with the bits of the operands."""
+        """Returns whether the device computes with the bits of the operands."""
         return False
 
     def _arranged(
         self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:
-        """Data, weight and what has no derivative, from JAX's operands."""
+        """Returns data, weight and constant operands, from JAX's operands."""
         return left, right, extra
 
     def _read(self, x: Array, extra: Extra) -> Array:
-        """Data or a gradient, with zeros for what the product leaves out."""
+        """Returns data or a gradient, with zeros where the product reads nothing."""
         return x
 
     def _prepared(
         self, data: Array, weight: Array
     ) -> tuple[Self, Array, Array, Shape | None]:
-        """The product and its operands in a form that the recipe can quantize.
+        """Returns the product and its operands in a form that the recipe can quantize.
 
-        And the shape of the result, if that form has another one.
+        Also the shape of the result, if that form changes it; else None.
         """
         return self, data, weight, None
 
     def _copies(
         self, role: Role, step: Array | None = None, extra: Extra = ()
     ) -> Copies:
-        """How an array becomes the operands of its two products."""
+        """Returns how an array becomes the operands of its two products."""
         rounded_to = self.weight_dtype if role is Role.WEIGHT else None
         of = self.recipe, role, self.dtype, self.target, self._join(), self._axes(role)
         return Copies(*of, step, rounded_to)
@@ -297,13 +295,13 @@ class AbstractProduct(abc.ABC):
         return joined_over(self.manual_axes, self.sums_over_devices)
 
     def _summed_axes(self) -> tuple[str, ...]:
-        """The axes over which JAX adds up what comes in the place of cotangents."""
+        """Returns the axes over which JAX sums the cotangent of the scales."""
         return self.manual_axes if self.sums_over_devices else ()
 
     def _scaled(
         self, role: Role, x: Array, scales: Array | None
     ) -> tuple[Array | None, Array | None]:
-        """The amax of an array and the scale to quantize it with."""
+        """Returns the amax of an array and the scale to quantize it with."""
         amax, scale = amax_and_scale(
             self.recipe, self.target, self._join(), role, x, scales
         )
@@ -315,24 +313,24 @@ class AbstractProduct(abc.ABC):
 def quantized_product(
     product: AbstractProduct, operands: Sequence[AnyArray], *besides: Any
 ) -> Array:
-    """A product of data and a weight, quantized in both directions.
+    """Multiplies data by a weight, quantized in both directions.
 
     Args:
-        product: What product, and how.
-        operands: Those of JAX's operation, floating but for sizes of groups. The weight
-            is best in float32 if that is what it is kept in: it is quantized from what
-            comes.
+        product: The product, and how it is quantized.
+        operands: Those of JAX's operation, floating except for sizes of groups. Pass
+            the weight in float32 if it is stored in float32: it is quantized from this
+            array.
         *besides: Scales, step and weight; see `Besides`.
 
     Returns:
-        The product in `product.dtype`. Its gradients come in the dtypes of the
-        operands, rounded before that to `product.dtype`; that of the weight not to
-        float16, whose range may be too small for it. The "gradient" of `scales` are the
-        amaxes of input, weight and gradient; they may be infinite or NaN.
+        The product in `product.dtype`. Gradients have the dtypes of the operands, and
+        are rounded to `product.dtype` first, except that the weight's is not rounded to
+        float16, which may lack the range. The "gradient" of `scales` is the amaxes of
+        input, weight and gradient; they may be infinite or NaN.
 
     Raises:
-        TypeError: Scales are missing, or given to a recipe that has none.
-        ValueError: `jax.vmap` goes over the operands while scales are given once.
+        TypeError: Scales are missing, or passed to a recipe without scales.
+        ValueError: `jax.vmap` maps the operands but not the scales.
     """
     given = Besides(*besides)
     check_scales(product.recipe, given.scales)
@@ -388,8 +386,9 @@ def quantized_forward(
     x = beside_amax(product.target, x, data_amax)
     y = product._forward(x, w, extra, shapes)
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
-    # XLA leaves out no bits that are made of integers, so a CPU needs no barrier; and
-    # without one JAX 0.10 quantizes a weight that all iterations of a scan share once.
+    # XLA does not remove bits that are made of integers, so a CPU needs no barrier; and
+    # without one JAX 0.10 quantizes a weight shared by all iterations of a scan only
+    # once.
     is_on_cpu = product.target.platform == "cpu"
     if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
@@ -454,5 +453,5 @@ _product.defvjp(_forward_rule, _backward_rule)
 
 
 def without_padding(x: Array, shape: Shape) -> Array:
-    """An array without what it was padded with."""
+    """Cuts an array to the shape that it had before padding."""
     return x if x.shape == shape else x[tuple(map(slice, shape))]

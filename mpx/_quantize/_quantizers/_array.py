@@ -1,4 +1,4 @@
-"""`QuantizedArray`: numbers of a few bits together with the scales that they need."""
+"""`QuantizedArray`: low-precision values together with their scales."""
 
 import math
 
@@ -118,7 +118,7 @@ class QuantizedArray(Whole):
             value beyond the range of the dtype is infinite.
         """
         numbers = self._numbers()
-        # Axes that a vmap put in front are in the scale of the tensor, too.
+        # Leading axes added by a vmap are in the scale of the tensor, too.
         last = (1,) * self.ndim
         if self.axes:
             scale = _float32(lax.stop_gradient(self.inverse_scale))
@@ -134,14 +134,14 @@ class QuantizedArray(Whole):
         return x.astype(self.dtype)
 
     def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
-        """The array in float32 as numbers and what all of them are multiplied by.
+        """Returns the array as float32 values and a factor common to all of them.
 
         Args:
             rotated: As in `dequantize`.
 
         Returns:
-            Numbers, which are exact but for blocks with scales of float32, and the
-            inverse scale of the tensor; None where blocks have all there is.
+            The values, exact except for blocks with float32 scales, and the inverse
+            scale of the tensor; None if the values include all scales.
         """
         numbers = self._numbers()
         if not self.axes:
@@ -159,11 +159,11 @@ class QuantizedArray(Whole):
         return hadamard_transform(x, axis=axis, signs=signs, inverse=True)
 
     def _is_rotated_like(self, other: "QuantizedArray") -> bool:
-        """Whether both payloads are of the same transform, or of none."""
+        """Returns whether both payloads have the same transform, or neither has one."""
         return (self.rotated, self.signs) == (other.rotated, other.signs)
 
     def _numbers(self) -> Array:
-        """The payload in float32, without scales."""
+        """Returns the payload in float32, without scales."""
         payload = lax.stop_gradient(self.payload)
         if self.format is Format.E2M1:
             return unpack(payload, self.axes[-1])

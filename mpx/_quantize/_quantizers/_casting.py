@@ -1,19 +1,19 @@
-"""One scale for an array, and the device's own cast where that is known to round right.
+"""Quantizes by the device's own cast, if that is known to round correctly.
 
 `round_to_format` rounds by arithmetic, the same on every device. On CUDA with FP8 units
-the cast does as well, and moves fewer bytes: it rounds a float32 number once, to the
-nearest, ties to even (PTX `cvt.rn.satfinite.e4m3x2.f32`), and a maximum keeps NaN
-(`max.NaN.f32`; jax 0.10.2, CUDA 12.9, compiled for sm_90, November 2026).
+the cast gives the same result, with less memory traffic: it rounds a float32 number
+once, to nearest, ties to even (PTX `cvt.rn.satfinite.e4m3x2.f32`), and a maximum keeps
+NaN (`max.NaN.f32`; jax 0.10.2, CUDA 12.9, compiled for sm_90, November 2026).
 
-So an array is scaled, clipped and cast there, and nothing in it is masked: where two
-layouts of an array are wanted, XLA writes each mask out for the transposed one. Without
-the masks a weight of 16384 x 4096 moves 671 MB instead of 1,610 on its way to FP8. What
-they are for, arithmetic does: x * 0 is added, which is zero, or NaN of an infinity and
-of a NaN. So nothing waits for an amax that no scale is made of: that of delayed
-scaling's weights joins the optimizer's kernel, which reads them anyway.
+So an array is scaled, clipped and cast there, without masks: if two layouts of an array
+are needed, XLA writes each mask to memory for the transposed one. Without the masks a
+weight of 16384 x 4096 moves 671 MB instead of 1,610 on its way to FP8. Arithmetic
+replaces them: x * 0 is added, which is zero, or NaN if x is infinite or NaN. So no
+operation waits for an amax that is not used for a scale: the amax of delayed scaling's
+weights is fused into the optimizer's kernel, which reads them anyway.
 
-One thing differs from rounding by arithmetic, which all other devices keep: numbers
-below 2^-126 are not flushed to zero, where a scale brings them into range.
+One result differs from rounding by arithmetic, which all other devices use: values
+below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
 import functools
@@ -39,19 +39,19 @@ _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
 
 def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
-    """Whether a device casts what this quantizer rounds."""
+    """Returns whether a device casts where this quantizer rounds."""
     if isinstance(quantizer, NVFP4Quantizer):
         return target.has_block_units
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
 
 
 def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
-    """The maximum of |x| in float32; NaN where there is a NaN, 0 of nothing.
+    """Returns the maximum of |x| in float32; NaN if there is a NaN, 0 if empty.
 
     Args:
         target: The device.
-        x: The numbers; what is subnormal in float32 counts as zero.
-        axes: Those to take the maximum over; all if left out.
+        x: The values; those subnormal in float32 count as zero.
+        axes: The axes to reduce; all if omitted.
     """
     x = x.astype(jnp.float32)
     exact = functools.partial(arithmetic_of(target).largest, axis=axes)
@@ -65,13 +65,13 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
 def quantize_by_cast(
     quantizer: AbstractQuantizer, target: Target, x: Float32[Array, "..."], to: Asked
 ) -> QuantizedArray:
-    """Quantizes an array on a device that casts; by arithmetic where it runs elsewhere.
+    """Quantizes by the device's cast; by arithmetic if run on another platform.
 
     Args:
-        quantizer: How, with which scales.
+        quantizer: The quantizer.
         target: The device.
-        x: The numbers.
-        to: What is asked of the quantizer, by `CAST` or `CAST_OF_WEIGHT`.
+        x: The values.
+        to: The request to the quantizer, with `CAST` or `CAST_OF_WEIGHT`.
     """
 
     def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
@@ -86,26 +86,26 @@ def quantize_by_cast(
 
 
 def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
-    """FP8 numbers that are made by the kernel that takes their amax.
+    """Makes one kernel both cast an array to FP8 and take its amax.
 
-    Products in FP8 on Hopper want the contracted axis of both operands last, so one of
-    the two products of an array has it transposed. XLA fuses the transpose with the
-    cast, and takes no maximum into such a kernel: the amax is a pass of its own, over
-    numbers of 16 bits. Behind a barrier it transposes those of 8. A step of two layers
-    of 4096 x 16384 moves 1.2 of 19.9 GB less. On Blackwell nothing is transposed, and
-    XLA would write what is cast (jax 0.10.2, compiled for sm_90 and sm_100, November
-    2026).
+    FP8 matmuls on Hopper need the contracted axis of both operands last, so one of the
+    two matmuls of an array reads it transposed. XLA fuses the transpose with the cast,
+    and does not fuse a maximum into such a kernel: the amax would be a separate pass,
+    over 16-bit values. After a barrier XLA transposes the 8-bit values instead. A step
+    of two layers of 4096 x 16384 moves 1.2 of 19.9 GB less. Blackwell needs no
+    transpose, and XLA would write the cast array (jax 0.10.2, compiled for sm_90 and
+    sm_100, November 2026).
 
-    The amax stays in front of the barrier. Behind it, whatever uses the numbers would
-    wait for it, and devices could not join all amaxes of a step at once.
+    The amax stays before the barrier. After it, every use of the values would wait for
+    the amax, and devices could not join all amaxes of a step at once.
 
     Args:
         target: The device.
-        copy: What an array became.
-        amax: The amax of the array, if nothing else needs it first.
+        copy: The quantized array.
+        amax: The amax of the array, if no other operation needs it first.
 
     Returns:
-        The numbers as they came.
+        The quantized array, unchanged in value.
     """
     if amax is None or not target.transposes_fp8:
         return copy
@@ -113,7 +113,7 @@ def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
 
 
 class _Cast(Arithmetic):
-    """What a device does that casts right: no masks, and barriers where they pay."""
+    """Arithmetic of a device that casts correctly: no masks, some barriers."""
 
     def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
         return jnp.max(jnp.abs(x), axis=axis, initial=0)
@@ -122,17 +122,16 @@ class _Cast(Arithmetic):
         return self.largest(x)
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        # 0 * inf is NaN, which neither XLA nor LLVM simplify without flags for fast
-        # math.
+        # 0 * inf is NaN; XLA and LLVM do not simplify it without fast-math flags.
         return x * scale + x * 0.0
 
     def to_format(self, x: Array, format: Format, key: Key | None) -> Array:
-        # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
+        # NaN stays NaN. A cast alone would turn values too large for E4M3 into NaN.
         return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
 
     def to_four_bits(self, x: Array, axis: int, key: Key | None) -> Array:
-        # Where two codes lie in a byte already, nothing is computed: unlike in `pack`,
-        # whose slices XLA makes of one array after the other.
+        # The dtype already packs two codes in a byte, so no computation is needed. In
+        # `pack`, XLA makes one slice of the array after the other.
         numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)
         pairs = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
         return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)
@@ -140,9 +139,9 @@ class _Cast(Arithmetic):
     def rotated(
         self, x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
     ) -> Array:
-        """By one sum, in bfloat16 if that is what it is of."""
+        """Transforms by one sum; in bfloat16 if `dtype` is bfloat16."""
         blocks = split(x, (axis,), BLOCK)
-        inner = blocks.ndim + axis  # where a block's numbers lie
+        inner = blocks.ndim + axis  # the axis within a block
         matrix = rotation(signs)
         # [..., 16, 16, ...]: one axis is summed, the other one takes its place.
         matrix = matrix.reshape((1,) * inner + matrix.shape + (1,) * (-1 - axis))
@@ -157,22 +156,22 @@ class _Cast(Arithmetic):
 
 
 class _CastOfWeight(_Cast):
-    """The same for weights, whose scaling reads them once.
+    """The same for weights, but reads them only once to scale them.
 
-    Where a weight is read twice, XLA writes a transposed float32 copy of it: 2.3 of 80
-    GB in a Llama of 542 M. Data it reads once all the same; but a kernel that computes
-    a norm takes no bits, and would write float32 (jax 0.10.2, compiled for sm_90,
-    November 2026).
+    If a weight is read twice, XLA writes a transposed float32 copy of it: 2.3 of 80 GB
+    in a Llama of 542 M. Data is read only once anyway; but XLA does not fuse bit
+    operations into the kernel of a norm, and would write float32 (jax 0.10.2, compiled
+    for sm_90, November 2026).
     """
 
     def scaled(self, x: Array, scale: Array) -> Array:
-        """By the bits of x.
+        """Scales by the bits of x.
 
-        Counted on from +infinity, all bits that are larger are those of numbers: a
-        maximum makes a NaN of it. Then the same from -infinity.
+        Less the bits of +infinity (mod 2^32), +infinity is 0, and a maximum with 1
+        makes it a NaN; it changes no other bits. Then the same for -infinity.
         """
         bits = lax.bitcast_convert_type(x, jnp.uint32)
-        bits = jnp.maximum(bits - _INFINITY, 1)  # +infinity is 0
+        bits = jnp.maximum(bits - _INFINITY, 1)  # +infinity is 0 here
         bits = jnp.maximum(bits - _SIGN, 1)  # -infinity is
         bits = bits + (_INFINITY + _SIGN)
         return lax.bitcast_convert_type(bits, jnp.float32) * scale
@@ -182,6 +181,6 @@ CAST, CAST_OF_WEIGHT = _Cast(), _CastOfWeight()
 
 
 def _to_e2m1(x: Array, key: Key | None) -> Array:
-    # By arithmetic: XLA casts by way of float16, and rounds twice (jax 0.10.2, November
-    # 2026). A NaN is in the scales: see `NVFP4Quantizer`.
+    # By arithmetic: XLA casts through float16, and rounds twice (jax 0.10.2, November
+    # 2026). NaN is in the scales: see `NVFP4Quantizer`.
     return round_finite(x, Format.E2M1, to_integers(key)).astype(jnp.float4_e2m1fn)

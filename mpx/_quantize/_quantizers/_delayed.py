@@ -1,8 +1,8 @@
 """Delayed scaling: scales from the amaxes of earlier steps.
 
-With current scaling an array is read twice, once for its amax and once to quantize it.
-Delayed scaling quantizes with a scale that is known before, and takes the amax on the
-way. So it has a state, which one pure function updates.
+Current scaling reads an array twice, once for its amax and once to quantize it. Delayed
+scaling quantizes with a scale known before, and takes the amax in the same pass. So it
+has a state, which one pure function updates.
 """
 
 import dataclasses
@@ -50,23 +50,23 @@ class DelayedScalingState(eqx.Module):
 
 
 class RecipeWithState(Protocol):
-    """What a recipe with `has_state` has; `DelayedScaling` says what each member does.
+    """The interface of a recipe with `has_state`; see the members of `DelayedScaling`.
 
     Attributes:
-        warm_start: Whether a scale of 0 stands for that of the array at hand.
+        warm_start: Whether a scale of 0 means: compute it from the current array.
     """
 
     @property
     def warm_start(self) -> bool: ...
 
     def init(self) -> DelayedScalingState:
-        """The state of a slot before the first step."""
+        """Returns the state of a slot before the first step."""
         ...
 
     def update(
         self, state: DelayedScalingState, amax: Array, role: Role
     ) -> DelayedScalingState:
-        """The state after a step, from the amax that was seen in it."""
+        """Returns the state after a step, from the amax measured in it."""
         ...
 
     def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array: ...
@@ -224,9 +224,9 @@ class DelayedScaling(AbstractRecipe):
         )
 
     def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
-        """The scale from an amax, or something else where that has no meaning."""
+        """Returns the scale of an amax; `otherwise` if that is zero or non-finite."""
         quantizer = self.quantizer(role)
-        assert isinstance(quantizer, TensorQuantizer)  # no override: see above
+        assert isinstance(quantizer, TensorQuantizer)  # overrides are refused
         usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
         scale = quantizer.format.largest / jnp.where(usable, amax, 1.0)
         scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
@@ -251,18 +251,17 @@ def _one_number(value: Array, name: str) -> Array:
     return value
 
 
-# ----------------------------------------------------------------------------
-# The slots of delayed scaling at one product: three scales in, three amaxes out.
+# --- Slots: three scales into one product, three amaxes out of it ---------------------
 #
-# Scales are float32[3] in the order of `Role`. The amaxes take the place of their
-# gradient, which they are not: JAX carries cotangents from the backward pass to the
-# caller, and nothing else.
+# Scales are float32[3] in the order of `Role`. The amaxes are returned as the cotangent
+# of the scales, although they are not a gradient: JAX carries only cotangents from the
+# backward pass to the caller.
 
 _ROLES = tuple(Role)
 
 
 def check_scales(recipe: AbstractRecipe, scales: object) -> None:
-    """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
+    """Raises `TypeError` unless scales match the recipe: float32[3], or None."""
     if not recipe.has_state:
         if scales is None:
             return
@@ -286,24 +285,24 @@ def amax_and_scale(
     x: Array,
     scales: Array | None,
 ) -> tuple[Array | None, Array | None]:
-    """The amax of an array and the scale to quantize it with; None without slots.
+    """Returns the amax of an array and its scale; None and None without slots.
 
     Args:
-        recipe: The recipe, one with a state if there are scales.
+        recipe: The recipe; it has a state if there are scales.
         target: The device.
         join: Joins amaxes over devices.
-        role: Which slot is the array's.
+        role: The role of the array, which selects the slot.
         x: The array.
-        scales: The slots. Where one is 0, which is how a recipe starts warm, the scale
-            is that of the amax, or 1 if the recipe does not. It is NaN where the amax
-            is not finite.
+        scales: The slots. A scale of 0, the initial one of a warm start, is replaced by
+            that of the amax, or by 1 if the recipe has no warm start. It is NaN if the
+            amax is non-finite.
     """
     if scales is None:
         return None, None
     amax = refuse_batching(join(amax_of(target, x)), scales)
     given = scales[_ROLES.index(role)]
-    # Without a warm start nothing may wait for the amax, so that XLA can quantize an
-    # array in the operations that make it.
+    # Without a warm start no operation may wait for the amax, so that XLA can fuse
+    # quantizing an array into the operations that make it.
     first, stateful = 1.0, cast(RecipeWithState, recipe)
     if stateful.warm_start:
         first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
@@ -316,11 +315,11 @@ def amax_cotangent(
     scales: Array | None,
     summed_axes: tuple[str, ...],
 ) -> Array | None:
-    """What a backward rule returns for the slots.
+    """Returns the cotangent of the slots, for a backward rule.
 
     Args:
         kept: The amaxes of input and weight, from the forward pass.
-        amax: That of the gradient.
+        amax: The amax of the gradient.
         scales: The slots.
         summed_axes: See `as_cotangent`.
     """

@@ -1,19 +1,19 @@
-"""Quantizers: how an array gets its scales and its low-precision numbers.
+"""Quantizers: how an array gets its scales and its low-precision values.
 
-A quantizer is a frozen dataclass of options, without arrays: hashable, equal where the
+A quantizer is a frozen dataclass of options, without arrays: hashable, equal if the
 options are equal, a constant to `jax.jit`. `mpx.quantization.quantize` applies one to
-an array. They differ in what shares a scale, and in the dtype of the scales:
+an array. They differ in which values share a scale, and in the dtype of the scales:
 
     TensorQuantizer   the whole array     float32
     BlockQuantizer    1x128 or 128x128    float32, a power of two by default
     MXFP8Quantizer    1x32                E8M0, a power of two
     NVFP4Quantizer    1x16 or 16x16       E4M3, and one float32 for the tensor
 
-A block `1xn` lies along one axis: the one that a product contracts.
+A block `1xn` is along one axis: the one that a matmul contracts.
 
-Finite numbers saturate. An infinity or a NaN comes back as NaN, together with its block
-if it has one, so that a product of it is: an overflow shows, as it would without
-quantization. No array is read once more for that.
+Finite values saturate. An infinity or a NaN becomes NaN, with its block if it has one,
+so its matmuls give NaN: an overflow shows, as it does without quantization. No array is
+read an extra time for this.
 """
 
 import abc
@@ -53,16 +53,15 @@ from ._array import QuantizedArray
 
 
 class Asked(NamedTuple):
-    """What is asked of a quantizer, besides its own options.
+    """The request to a quantizer, besides its own options.
 
     Attributes:
-        dtype: The dtype that `dequantize` is to give.
+        dtype: The dtype of the result of `dequantize`.
         axes: As many axes as blocks have dimensions, negative, ascending.
-        key: A key or noise, given exactly if `stochastic_rounding`.
-        scale: A scale for the tensor, given only if there are no blocks.
-        join: Makes the amax of the whole array from that of `x`, which may be a piece
-            of it.
-        by: What to compute with.
+        key: A key or noise, set exactly if `stochastic_rounding`.
+        scale: A scale for the tensor, set only if there are no blocks.
+        join: Makes the amax of the whole array from that of `x`, which may be a shard.
+        by: The arithmetic to compute with.
     """
 
     dtype: np.dtype
@@ -91,7 +90,7 @@ class AbstractQuantizer(abc.ABC):
 
     @property
     def block(self) -> int:
-        """The length of a block; 0 where one scale is for the whole array."""
+        """The length of a block; 0 for one scale for the whole array."""
         return 0
 
     @property
@@ -101,12 +100,12 @@ class AbstractQuantizer(abc.ABC):
 
     @abc.abstractmethod
     def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
-        """Quantizes numbers; subnormal ones are flushed before if `by` is `EXACT`."""
+        """Quantizes `x`, whose subnormals are already flushed if `to.by` is `EXACT`."""
 
     def _made(
         self, payload: Array, inverse_scale: Array, to: Asked, **more: Any
     ) -> QuantizedArray:
-        """The array of these numbers and scales."""
+        """Returns the array of this payload and these scales."""
         more |= dict(format=self.format, block=self.block)
         return QuantizedArray(
             payload, inverse_scale, dtype=to.dtype, axes=to.axes, **more
@@ -121,7 +120,7 @@ class TensorQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
     x \approx q \cdot (1 / s)$$
 
-    The maximum is that of the finite numbers; $s = 1$ where it is zero, and $s$ stays
+    The maximum is that of the finite numbers; $s = 1$ if it is zero, and $s$ stays
     within $2^{\pm 126}$. An infinity or a NaN becomes NaN without affecting its
     neighbours. `mpx.quantization.quantize(..., scale=s)` uses a given scale, as delayed
     scaling does; finite numbers then saturate to MAX.
@@ -163,8 +162,8 @@ class TensorQuantizer(AbstractQuantizer):
         by, scale = to.by, to.scale
         if scale is None:
             scale = self._scale(to.join(by.largest_finite(x)))
-        # What is not finite shows in the numbers: nothing waits for an amax where a
-        # scale is given.
+        # Infinities and NaN show in the payload: with a given scale there is no amax to
+        # wait for.
         payload = by.to_format(by.scaled(x, scale), self.format, to.key)
         return self._made(payload, 1 / scale, to)
 
@@ -178,7 +177,7 @@ class BlockQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
     x \approx q \cdot (1 / s_b)$$
 
-    `power_of_two_scales=False` omits the floor. $s_b = 1$ where the amax of a block is
+    `power_of_two_scales=False` omits the floor. $s_b = 1$ if the amax of a block is
     zero, and it stays within $2^{\pm 126}$. A block that contains an infinity or a NaN
     has the scale NaN and is NaN.
 
@@ -272,7 +271,7 @@ class MXFP8Quantizer(AbstractQuantizer):
 
     @property
     def block_dimensions(self) -> int:
-        """1: blocks lie along one axis."""
+        """1: blocks are along one axis."""
         return 1
 
     def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
@@ -291,7 +290,7 @@ class NVFP4Quantizer(AbstractQuantizer):
     b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
     q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
 
-    and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ where the amax of the tensor is
+    and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ if the amax of the tensor is
     zero, and at most $2^{100}$. If an array contains an infinity or a NaN, all its
     scales and so all its values are NaN, since E2M1 has none. Blocks whose scale rounds
     to zero are zero.
@@ -328,7 +327,7 @@ class NVFP4Quantizer(AbstractQuantizer):
     def __post_init__(self) -> None:
         if self.signs is not None:
             signs = checked_signs(self.signs, "`mpx.quantization.NVFP4Quantizer`")
-            # A tuple, so that the options can be hashed and compared.
+            # A tuple, so that the options are hashable and comparable.
             object.__setattr__(self, "signs", tuple(int(sign) for sign in signs))
             if self.hadamard is False:
                 raise ValueError(
@@ -386,11 +385,10 @@ def _float32_scale(
     )
 
 
-# ----------------------------------------------------------------------------
-# What a kernel of its own does for a recipe: both copies of an operand at once.
+# --- Kernels: both copies of an operand at once ---------------------------------------
 #
-# No kernel is here. Recipes hold one as an object (`mpx.contrib.PallasKernel()`), and
-# nothing of mpx imports what it is.
+# Only the interface is here. A recipe has a kernel as an object
+# (`mpx.contrib.PallasKernel()`), and mpx does not import its implementation.
 
 
 class AbstractKernel(abc.ABC):
@@ -401,7 +399,7 @@ class AbstractKernel(abc.ABC):
 
     @abc.abstractmethod
     def takes(self, shape: Shape) -> bool:
-        """Whether it takes an array of a shape."""
+        """Returns whether the kernel supports arrays of this shape."""
 
     @abc.abstractmethod
     def quantize(
@@ -415,19 +413,19 @@ class AbstractKernel(abc.ABC):
         step: Array | None = None,
         rounded_to: np.dtype | None = None,
     ) -> tuple[QuantizedArray, QuantizedArray]:
-        """Both copies, which are those of the quantizers.
+        """Returns both copies, equal to those of the quantizers.
 
         Square blocks of 4 bits are packed along the axis of their copy.
 
         Args:
-            x: Floating matrices, of a shape that it takes.
+            x: Floating matrices, of a supported shape.
             quantizers: Those of the first copy and of the second. If one has square
                 blocks, both are the same.
-            dtype: The dtype that `dequantize` is to give.
-            axes: The axis that blocks of the first copy lie along, and that of the
-                second: -1 and -2 in any order.
+            dtype: The dtype of the result of `dequantize`.
+            axes: The axes of the blocks of the first copy and of the second: -1 and -2
+                in any order.
             join: Makes the amax of the whole array from that of `x`.
-            step: The number of the training step, by which noise is drawn; None if
-                nobody knows it.
-            rounded_to: A dtype that the numbers are rounded to first.
+            step: The number of the training step, from which noise is drawn; None if
+                unknown.
+            rounded_to: A dtype that the values are rounded to first.
         """

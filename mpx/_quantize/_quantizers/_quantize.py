@@ -1,9 +1,8 @@
-"""`quantize` and `quantize_dequantize`: a quantizer applied to an array.
+"""`quantize` and `quantize_dequantize`: apply a quantizer to an array.
 
-The two differ in their derivatives. Numbers of 8 bits have no useful tangents (JAX
-would keep them in 8 bits too, without a scale), so `quantize` refuses to be
-differentiated. `quantize_dequantize` is *straight-through*: its derivative is that of
-the identity.
+They differ in their derivatives. 8-bit values have no useful tangents (JAX would store
+tangents in 8 bits too, without a scale), so differentiating `quantize` raises.
+`quantize_dequantize` is *straight-through*: its derivative is that of the identity.
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
 """Recipes: which quantizer inputs, weights and gradients of a linear layer get.
 
-A linear layer has three products: the output y = x w, the gradient of its input
-dx = g wᵀ, and the gradient of its weight dw = xᵀ g. A recipe gives a quantizer to each
-*role* in them: the input x, the weight w, and the gradient g of the output. The names
-and defaults are Transformer Engine's.
+A linear layer has three matmuls: the output y = x w, the gradient of its input dx = g
+wᵀ, and the gradient of its weight dw = xᵀ g. A recipe gives a quantizer to each *role*
+in them: the input x, the weight w, and the gradient g of the output. The names and
+defaults are Transformer Engine's.
 
 A recipe is a frozen dataclass of options, without arrays: hashable and a constant to
-`jax.jit`. This module holds those that compute scales from the array at hand;
-`DelayedScaling`, which has a state, is beside it.
+`jax.jit`. This module has those that compute scales from the current array;
+`DelayedScaling`, which has a state, is in `_delayed`.
 """
 
 import abc
@@ -112,18 +112,18 @@ class AbstractRecipe(abc.ABC):
         return self._quantizer(role, for_wgrad)
 
     def _for_attention(self) -> "Float8CurrentScaling":
-        """The recipe of products of data with data."""
+        """Returns the recipe of activation matmuls."""
         format = getattr(self, "fp8_format", Format.HYBRID)
         override = self.backward_override
         return Float8CurrentScaling(format, backward_override=override)
 
     def _without_state(self) -> "AbstractRecipe":
-        """The recipe of products that no training step keeps scales for."""
+        """Returns the recipe of products without scales in the training state."""
         return self
 
     @abc.abstractmethod
     def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
-        """The quantizer, after the checks."""
+        """Returns the quantizer, after the checks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,7 +419,7 @@ class CustomRecipe(AbstractRecipe):
 
 
 def format_of(format: Format, role: Role) -> Format:
-    """The format of a role: of a pair the second one is for gradients."""
+    """Returns the format of a role: a pair's second one for gradients."""
     return format.backward if role is Role.GRADIENT else format.forward
 
 
