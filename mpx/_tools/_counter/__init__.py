@@ -12,8 +12,18 @@ from ._hlo import (
     Module,
     bodies_of,
     bytes_of_shape,
+    computations,
     frames_of,
     parse,
+    runs,
 )
-from ._kernels import Kernel, kernels_of, memory, messages
+from ._kernels import (
+    Kernel,
+    kernels_of,
+    memory,
+    messages,
+    of_few_bits,
+    roof_seconds,
+    traffic,
+)
 from ._targets import CUDA_OPTIONS, TARGETS, Device, Roof, compile_only_devices
