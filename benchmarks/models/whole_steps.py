@@ -141,10 +141,13 @@ class Case:
 
 
 def build(
-    case: Case, devices: list[Any] | None = None, seed: int | None = None
+    case: Case,
+    devices: list[Any] | None = None,
+    seed: int | None = None,
+    whole: Whole | None = None,
 ) -> ArrayStep:
-    """The step of a case; see `steps.built`."""
-    whole = WHOLE[case.whole]
+    """The step of a case, or of another model; see `steps.built`."""
+    whole = whole or WHOLE[case.whole]
     if case.portable:
         layers = min(whole.sizes.layers, 2)
         sizes = dataclasses.replace(whole.sizes, kernel=False, layers=layers)

@@ -1,6 +1,7 @@
 """Counting memory and traffic of programs whose counts are known by hand."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from benchmarks.counter import counter
-from benchmarks.counts import program as counts
+from benchmarks.counts import program as counts, rewrites
 from benchmarks.fingerprint import fingerprint
 from tests.contrib.kernels import filter_deprecation, lowered_for_b200
 
@@ -170,3 +171,11 @@ def test_fingerprint_sees_a_kernel_and_not_its_lines():
     here, moved = of_kernel("x[...] * 2", 1), of_kernel("x[...] * 2", 30)
     assert fingerprint(here) == fingerprint(moved)
     assert fingerprint(here) != fingerprint(of_kernel("x[...] * 3", 1))
+
+
+@pytest.mark.parametrize("name", rewrites.OFF)
+def test_what_switches_a_rewrite_off_is_in_mpx(name):
+    assert rewrites.STEPS[name]
+    for path, value in rewrites.OFF[name].items():
+        with mock.patch(f"mpx.{path}", value):
+            pass
