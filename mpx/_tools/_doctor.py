@@ -98,7 +98,7 @@ def text() -> str:
 
 
 def find_problems(devices: Sequence[Any]) -> list[str]:
-    """Returns what prevents correct use of mpx or of the devices."""
+    """Returns the obstacles to correct use of mpx or of the devices."""
     found: list[str] = []
     if published := _version(_PUBLISHED):
         found.append(

@@ -147,7 +147,7 @@ def _not_finite(leaves: Sequence[Any]) -> list[int]:
 
 
 def _place(leaf: object) -> Any:
-    """Returns what the arrays of one program share: a mesh, or a set of devices.
+    """Returns the mesh, or the set of devices, that arrays of one program share.
 
     None if the leaf is not a JAX array of a dtype that has NaN.
     """

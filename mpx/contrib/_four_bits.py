@@ -88,22 +88,17 @@ def quantize_four_bits(
     rounded_to: np.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Quantizes an operand along both axes.
+    """Quantizes an operand along both axes; returns both copies.
 
     Args:
         x: Floating matrices, both sizes multiples of 32.
-        quantizers: The quantizers of the first and second copy; equal if one has square
-            blocks.
+        quantizers: Those of the first and second copy; equal if one has square blocks.
         dtype: The dtype that `dequantize` returns.
-        axes: The axes of the blocks of the first and second copy: -1 and -2 in any
-            order.
+        axes: The block axes of the first and second copy: -1 and -2 in any order.
         join: Makes the amax of the whole array from that of `x`.
         step: The number of the training step, which seeds the noise; None if unknown.
         rounded_to: A dtype that the numbers are rounded to first.
         interpret: Runs the kernels on a device without Triton, for tests.
-
-    Returns:
-        Both copies, in the order of `axes`.
     """
     if x.dtype.itemsize not in (2, 4):  # Triton has no matmul of other dtypes
         x = x.astype(jnp.float32)

@@ -1,7 +1,4 @@
-"""`PallasKernel`: quantizes both copies of an array in one or two passes.
-
-MXFP8's kernel, which needs one pass, is here; NVFP4's two are in `_four_bits`.
-"""
+"""`PallasKernel`, and its kernel for MXFP8; those for NVFP4 are in `_four_bits`."""
 
 import dataclasses
 import functools
@@ -48,18 +45,14 @@ def quantize_eight_bits(
     axes: tuple[int, int],
     rounded_to: np.dtype | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Quantizes an operand along both axes.
+    """Quantizes an operand along both axes; returns both copies.
 
     Args:
         x: Floating matrices, both sizes multiples of 32.
         format: `Format.E4M3` or `Format.E5M2`.
         dtype: The dtype that `dequantize` returns.
-        axes: The axes of the blocks of the first and second copy: -1 and -2 in any
-            order.
+        axes: The block axes of the first and second copy: -1 and -2 in any order.
         rounded_to: A dtype that the numbers are rounded to first.
-
-    Returns:
-        Both copies, in the order of `axes`.
     """
     payload, codes, turned, turned_codes = in_both_layouts(x, format, rounded_to)
     found = {-1: (payload, codes), -2: (turned.mT, turned_codes.mT)}

@@ -66,10 +66,8 @@ class Tiled:
         """Runs the kernel over matrices `[..., m, n]`, whose sizes are multiples of 32.
 
         Args:
-            *operands: The matrices, and arrays with the same leading axes.
-
-        Returns:
-            The results, with the same leading axes.
+            *operands: The matrices, and arrays with the same leading axes, as the
+                results.
         """
         here = self._on_a_device if manual_axes() else self._partitioned(operands[0])
         axes = varying_axes(operands[0])

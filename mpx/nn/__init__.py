@@ -4,10 +4,9 @@ Inputs, results and saved residuals are half precision; the arithmetic between t
 full precision. `force_full_precision` is not needed, and no float32 copy of an
 activation is saved for backward.
 
-Modules, in order of reading: `_recomputed` (how a function saves half precision only;
-activations, dropout, rotary positions), `_softmax` (with losses and means), `_layers`
-(linear and norms), `_attention_products`, `_attention_kernel`, `_attention`,
-`_dot_product_attention` (checks of arguments), `_transformer`.
+Read `_recomputed` (saving half precision only), `_softmax` (also losses, means),
+`_layers`, `_attention_products`, `_attention_kernel`, `_attention`,
+`_dot_product_attention`, `_transformer`.
 
 Import the module explicitly: `import mpx.nn`.
 """

@@ -12,10 +12,10 @@ There are two forms, chosen when a call is traced:
 accepts. Autocast finds this call in a program (`mpx._autocast._fused`), also under
 `vmap`, and can repeat it in another precision.
 
-Over a mesh of devices the batch and heads may be sharded. Automatic axes need nothing:
-JAX's kernel defines its partitioning. In `jax.shard_map` each device calls it for its
-own part, and gradients of replicated operands must be summed. On explicit axes the
-kernel has no types, and is called with the axes made automatic.
+Over a mesh of devices the batch and heads may be sharded. On automatic axes JAX's
+kernel defines its partitioning. In `jax.shard_map` each device calls it for its part,
+and gradients of replicated operands must be summed. On explicit axes the kernel has no
+types; the axes are made automatic for it.
 """
 
 import dataclasses

@@ -2,21 +2,22 @@
 
 The kernel computes scores, softmax and the weighted sum of values block by block, on
 the chip. Saved for backward: its operands, its result and one float32 for each row. JAX
-has it for CUDA only, and not for all sizes: `find_kernel` returns it, or the reason why
-it cannot be used. `find_kernel` traces JAX's function, so sizes that a newer version
-accepts are accepted here, too.
+has it for CUDA only, and not for all sizes: `find_kernel` returns it, or why it cannot
+be used. It traces JAX's function, so sizes that a newer version accepts are accepted
+here.
 
 The kernel's operands differ from those of attention: a mask becomes a bias, and the
 kernel's result of a row without a key is undefined. `prepare` makes operands for which
 the kernel computes attention; such a row gets a query of zeros, so all its keys have
-equal scores. They are recomputed for the backward pass instead of being saved.
+equal scores. The prepared operands are recomputed for the backward pass instead of
+saved.
 
 `jax.vjp` of the kernel returns a pullback whose residuals JAX's authors chose. Here the
 two passes are separate, each in a choice of platforms, so the values passed between
 them must have the same types on every platform: the operands, the result and one array
-of the kernel's own, its rows. All other residuals of the pullback are found in the
-program and recomputed from the operands. If a version of JAX saved more of the kernel's
-values, that would be an error here, and the kernel would not be used.
+of the kernel's own, its rows. All other residuals are found in the program and
+recomputed from the operands. If JAX saved more of the kernel's values, `find_kernel`
+would return that as a reason.
 """
 
 import dataclasses
@@ -231,7 +232,7 @@ def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
 
     Args:
         options: The options of attention.
-        x: The operands, or `jax.ShapeDtypeStruct` of them.
+        x: The operands, or their types.
     """
     why_not = _refused(options, x)
     if why_not is not None:

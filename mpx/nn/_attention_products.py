@@ -8,11 +8,10 @@ half precision, three times as much, unless cuDNN computes it. Gradients of the 
 are half precision, as in flash attention, so no matmul of the backward pass has a
 float32 operand.
 
-The operands and options of attention, and which keys a query attends to, are defined
-here, too. Axes are named as in `jax.nn.dot_product_attention`: batch, query sequence,
-heads and size of a head for queries; batch, key sequence, groups and size for keys and
-values. Masks and biases have four axes, (batch, heads, query sequence, key sequence),
-each of the full length or 1.
+Operands, options and masks are defined here, too. Axes are named as in
+`jax.nn.dot_product_attention`: batch, query sequence, heads and size of a head for
+queries; batch, key sequence, groups and size for keys and values. Masks and biases have
+four axes, (batch, heads, query sequence, key sequence), each of the full length or 1.
 """
 
 import dataclasses
@@ -39,8 +38,7 @@ class AttentionOptions:
     Attributes:
         scale: The factor of the scores.
         is_causal: Whether no query attends to a later key.
-        window: How many keys before and after its own position a query attends to, or
-            None.
+        window: How many keys before and after itself a query attends to, or None.
         rate: The probability with which a probability is dropped.
         implementation: As in `mpx.nn.dot_product_attention`.
         with_residual: Whether the logarithms of the rows' sums are a result, too.
@@ -109,8 +107,8 @@ class Visibility(NamedTuple):
     """Which keys each query attends to; None for all.
 
     Attributes:
-        order: The mask by positions (causal, windows), of shape (1, 1, query sequence,
-            key sequence).
+        order: The mask by positions (causal, windows), (1, 1, query sequence, key
+            sequence).
         given: The mask by `mask` and lengths.
         seen: Whether both allow a query any key; the last axis has length 1.
     """
@@ -183,7 +181,7 @@ def attend_by_products(options: AttentionOptions, x: Operands) -> tuple[Array, .
 
 
 def decomposed(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
-    """Returns the same without a derivative rule, for callers with their own rules."""
+    """Returns the same without a derivative rule; callers have one per operation."""
     return _attend(options, x, _softmax_of_scores)
 
 

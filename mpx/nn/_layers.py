@@ -350,7 +350,7 @@ def check_rate(layer: str, name: str, rate: float) -> None:
 
 
 def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
-    """Raises if dropout needs a key, and there is none."""
+    """Raises if dropout needs a key and `key` is None."""
     if rate and key is None:
         raise ValueError(
             f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Pass "

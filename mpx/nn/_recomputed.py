@@ -1,15 +1,13 @@
 """How a function saves only half precision for its backward pass.
 
 A function of `mpx.nn` computes in float32. Autodiff would save its intermediate float32
-values. Here the derivative is computed from the arguments, saved in their own dtype,
-inside of `jax.checkpoint`, so the backward pass recomputes the rest. Some values are
-saved, too: a few float32 for each row, such as a sum, which would cost one more pass
-over the row.
+values. Here the derivative is computed inside of `jax.checkpoint` from the arguments,
+saved in their own dtype, so the backward pass recomputes the rest. A few float32 for
+each row are saved, too, such as a sum, which would cost one more pass.
 
 Forward mode, reverse mode, `vmap`, `scan` and higher derivatives work.
 
-Elementwise functions that are made so follow: activations, the addition of a bias,
-dropout and rotary positions.
+Activations, bias, dropout and rotary positions are such functions.
 """
 
 from collections.abc import Callable

@@ -2,9 +2,8 @@
 
 Softmax saves only its result for backward, the half-precision probabilities.
 Log-softmax, logsumexp and cross entropy save the half-precision scores and two float32
-for each row: its maximum, and the sum of its exponentials relative to that. With a
-rounded logarithm instead, the error of a probability would grow with the logarithm's
-magnitude.
+for each row: its maximum, and the sum of its exponentials relative to that. From a
+rounded logarithm, a probability's error would grow with the logarithm.
 """
 
 import functools

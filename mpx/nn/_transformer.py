@@ -1,8 +1,4 @@
-"""Layers of a transformer: multi-head attention and the whole transformer layer.
-
-`MultiheadAttention` has grouped queries and rotary positions. Both layers call the
-functions of this package, so they save only half precision for backward.
-"""
+"""Layers of a transformer: `MultiheadAttention` and `TransformerLayer`."""
 
 import functools
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """The gradient functions of Flax NNX, `blame` and `compare`, by those of trees.
 
-A call with NNX objects is taken apart (`mpx._nnx_graph`) into a pure function of trees;
-mpx's own functions transform that one. `_PureCall` is such a call: two arguments more
-than the user's, `(fixed, func)` and the objects' state.
+A call with objects becomes one of a pure function of trees (`mpx._nnx_graph`), with two
+arguments more: `(fixed, func)` and the objects' state.
 """
 
 import contextlib

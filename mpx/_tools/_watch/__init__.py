@@ -1,8 +1,6 @@
-"""Statistics of the values in a step, and their closeness to full precision.
+"""`mpx.monitor` and `mpx.compare`: statistics of a step's values, and their closeness.
 
-`_trace` (sources of values), `_statistics` (counts by format), `_monitor` and
-`_monitor_report` are `mpx.monitor`; `_comparison` (results, `mpx.expect_close`) and
-`_compare` are `mpx.compare`.
+Read `_trace`, `_statistics`, `_monitor`, `_monitor_report`, `_comparison`, `_compare`.
 """
 
 from ._compare import compare

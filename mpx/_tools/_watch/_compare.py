@@ -1,9 +1,9 @@
 """`mpx.compare`: compares two precisions of a loss, layer by layer.
 
-Two precisions of a loss are two programs, with other casts and other operations around
-them. They have the user's operations in common: an operation is the same in both if it
-has the same scope, line, primitive and shape, and occurs equally often. An *anchor* is
-such an operation of the forward pass; the last common one of each layer is compared.
+They are two programs with different casts around the user's operations. An operation is
+the same in both if scope, line, primitive and shape are equal, and it occurs equally
+often. An *anchor* is such an operation of the forward pass; the last common one of each
+layer is compared.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Anchor:
         source: The line of the user's code.
         span: The expression, of the user's or of a library, that it comes from.
         primitive: Its primitive.
-        shape: The shape of its result, without the axes of loops around it.
+        shape: The shape of its result inside the (sub)program that contains it.
         number: The number of such operations before it in the program.
     """
 
@@ -71,7 +71,7 @@ class Found:
     """The facts of an anchor, from a trace.
 
     Attributes:
-        weights: The paths of the weights in its matmul, if it is one.
+        weights: The paths of the weights in it, if it is a matmul.
         axes: The leading axes of its record: `turn` (an iteration of a loop), `device`.
     """
 
@@ -404,8 +404,7 @@ class _Side:
 def _weight_name(path: str) -> str:
     """Returns the path in the first argument, "" for leaves of other arguments.
 
-    `[0].blocks[1].weight` gives `blocks[1].weight`: the arguments of the loss are one
-    argument of the traced function, a tuple.
+    `[0].blocks[1].weight` gives `blocks[1].weight`: the loss's arguments are one tuple.
     """
     return path.removeprefix("[0]").removeprefix(".") if path[:3] == "[0]" else ""
 

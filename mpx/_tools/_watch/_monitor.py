@@ -1,8 +1,7 @@
 """`mpx.monitor`: a step that also returns statistics of its matmul operands.
 
-A probe (`mpx._program`) follows the source of each value (`_trace`) and counts each
-operand once, as it is before quantization. Weights that are arguments are counted
-outside of the loops that read them.
+A probe (`mpx._program`) follows sources (`_trace`) and counts each operand once, before
+quantization; weights that are arguments are counted outside of loops.
 """
 
 import contextlib
@@ -259,8 +258,8 @@ class _Row:
         kind: Its kind.
         dtype: Its dtype; "" for an argument that was met quantized only.
         axis: The axis that matmuls contract.
-        products: For each matmul with it: the layer, if it has a weight, the scopes,
-            and the keys of its other operands.
+        products: The layer (if any), scopes and other operands' keys of each matmul
+            with it.
         turns: For a weight, the number of leading axes that loops iterate over.
         is_whole_weight: Whether it is an argument, which is counted outside of loops.
     """
@@ -290,7 +289,7 @@ class _Counts(SourceProbe):
         self._counted: frozenset[Hashable] = frozenset()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
-        """Returns a new source for a loop's carry, which changes; a weight's own."""
+        """Returns a weight's own source; a new one for other carries, which change."""
         if tag.kind is Role.WEIGHT:
             return tag
         is_backward = phase_of(equation, place) == "backward"
@@ -301,7 +300,7 @@ class _Counts(SourceProbe):
         return dataclasses.replace(tag, turns=tag.turns + 1)
 
     def stacked(self, tag: Source) -> Source:
-        """Returns the source of stacked values, which were counted inside the loop."""
+        """Returns the source of stacked residuals, which the forward pass counted."""
         return dataclasses.replace(tag, turns=max(tag.turns - 1, 0))
 
     def meet(self, values: Sequence[Tagged]) -> None:
@@ -311,7 +310,7 @@ class _Counts(SourceProbe):
                 self._arrays[_key(value.tag), value.tag.turns] = value.array
 
     def keep(self, records: Records, found: Records) -> None:
-        """Adds records; the maximum where two conditionals record zeros or counts."""
+        """Adds records by maximum: a conditional records 0 for branches not taken."""
         for key, now in found.items():
             if key in records and records[key].shape == now.shape:
                 now = jnp.maximum(records[key], now)

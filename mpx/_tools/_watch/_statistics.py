@@ -124,8 +124,8 @@ def round_to(size: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
 
     With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
     float32 rounds it as the format would, and the difference is exact. Steps of $d$ for
-    all formats would be one path less, and 10 % more memory traffic of a monitored GPT
-    (`python -m benchmarks monitor`). Values too large for a 16-bit dtype become
+    all formats would save a branch, but cost 10 % more memory traffic of a monitored
+    GPT (`python -m benchmarks monitor`). Values too large for a 16-bit dtype become
     infinite, for a smaller dtype its largest number. Subnormal numbers of bfloat16 are
     those of float32, which devices flush.
     """
@@ -210,8 +210,7 @@ def _mantissa_bits(quantizer: AbstractQuantizer) -> int:
 # holds squares of 1e-19 to 1e19 only. So the squares of large and of small values are
 # summed separately, each scaled towards 1 first: 1e-34 to 1e34 in one pass (J. L. Blue,
 # "A portable Fortran program to find the Euclidean norm of a vector", 1978). A unit
-# taken from a few rows before moves 3 % of a step less, but misses values of the other
-# rows.
+# taken from a few rows moves 3 % of a step less, but misses the other rows.
 _COUNTS = ("amax", "size", "zeros", "broken", "large", "small")
 _OF_A_FORMAT = ("above", "below", "flushed", "large", "small")
 _SHRUNK, _GROWN = 2.0**-50, 2.0**50

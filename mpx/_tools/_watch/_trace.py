@@ -37,15 +37,13 @@ class Source:
         kind: An input is computed in the forward pass, from data; a gradient in the
             backward pass. A weight is a trained argument, only moved and cast.
         path: The path of a weight; of the first if several were joined into one array.
-        is_constant: Whether it is a literal or constant of the program, or has no
-            operands.
+        is_constant: Whether it is a constant of the program, or has no operands.
         is_argument: Whether it is an argument of the program.
         part: The shape, if it is a part of its source; None for the whole.
         is_quantized: Whether a recipe has quantized it since.
         is_aside: Whether it is a scale, an amax or noise of a recipe.
         is_again: Whether it was recomputed, as by a checkpoint.
-        is_made: Whether it is the direct result of a matmul, which a recipe scales
-            back.
+        is_made: Whether a matmul returned it directly; a recipe scales that back.
         turns: The number of scans that have cut a weight into layers.
     """
 
@@ -155,8 +153,8 @@ def _quantized(equation: JaxprEqn, arrays: Sequence[Tagged]) -> Source | None:
 def _is_aside(equation: JaxprEqn, arrays: Sequence[Tagged]) -> bool:
     """Returns whether a recipe computes a scale, an amax or noise, not an array.
 
-    Their operands are all of this kind, or they have less than half of its size:
-    packing two values into a byte halves it.
+    Their operands are all of this kind, or they have less than half the elements of the
+    largest operand: packing two values into a byte halves the number.
     """
     if not arrays:
         return True
