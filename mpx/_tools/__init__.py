@@ -10,7 +10,7 @@ Without a run, in order of reading:
 With values:
 
 * `_blame`: `mpx.blame`, the cause of a skipped step.
-* `_watch`: `mpx.monitor`, `mpx.trace` and `mpx.compare`, the sizes of numbers.
+* `_watch`: `mpx.monitor` and `mpx.compare`, the magnitude and accuracy of values.
 * `_guard`: `mpx.guard`, checks a state before it is saved.
 
 `_doctor` checks the installation; `_report_files` writes reports to files.
