@@ -74,7 +74,7 @@ def cured(x: AnyArray, switch: AnyArray, large: float) -> AnyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What numbers an array held."""
+    """The range of an array's numbers."""
 
     type: str
     """Its type: `float16[8,16]`."""

@@ -177,7 +177,7 @@ class Beginnings:
         return computed, len(computed) < len(reached)
 
     def _source(self, one: Instance) -> int:
-        """Returns the first value before operations that pass values on unchanged."""
+        """Returns the first value before operations that pass on or cast values."""
         while True:
             step = self.graph.makers.get(one[0])
             origins = list(self.graph.origins(*one))
@@ -420,7 +420,7 @@ class Search:
     def _recorded(
         self, sites: Iterable[int], region: Iterable[Node]
     ) -> Callable[[Iterable[int]], Seen]:
-        """Returns a function that runs with some of `sites` and the region cured."""
+        """Returns a run with given values cured, of `sites` or made in the region."""
         made = [v for step in region for v in step.results]
         watched = self.graph.steps if self.runs.above is not None else self._stored
         return self.runs.recorded(self.graph, [*sites, *made], watched, region)

@@ -40,7 +40,7 @@ def candidate_rules(
     if first is None or first.primitive in ("input", "constant"):
         return [every]
     names = [first.primitive]
-    if first.primitive == "convert_element_type":  # a cast, for a product mostly
+    if first.primitive == "convert_element_type":  # a cast, mostly for a matmul
         names += [n for n, known in PRIMITIVES.items() if known.is_quantizable]
     found: list[Rule] = []
     for place in _places(first, operations):

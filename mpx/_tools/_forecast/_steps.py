@@ -1,9 +1,9 @@
 """The step to compile: the user's, or made of a loss and an optimizer.
 
-Its arrays become arguments, also those that it closes over (frozen weights, a teacher,
-a table). JAX makes constants of these. A compiler's memory figures leave constants out,
-and it computes with their values. Those of functions inside loops, `jax.checkpoint` and
-`shard_map` remain constants.
+Arrays that it closes over (frozen weights, a teacher, a table) become arguments. JAX
+makes constants of them; a compiler's memory figures leave constants out, and it
+computes with their values. Arrays that functions inside loops, `jax.checkpoint` and
+`shard_map` close over remain constants.
 """
 
 import dataclasses
@@ -55,7 +55,8 @@ from .._inspect import Operation, explain
 
 # --- Arrays that a step closes over ---------------------------------------------------
 
-# Bytes. Smaller constants do not matter, and compilers use them: indices, windows.
+# Bytes. Smaller constants (indices, windows) do not matter, and compilers use their
+# values.
 _LEAST = 1024
 # Their programs are separate from the program around them, or sharded.
 _KEPT = frozenset({"checkpoint", "remat", "remat2", "shard_map"})

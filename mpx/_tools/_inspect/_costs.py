@@ -5,7 +5,7 @@ FLOPs are floating-point operations of the program as written:
 | operation | FLOPs |
 |---|---|
 | `dot_general` and relatives | $2 \cdot \text{size(result)} \cdot K$, with $K$ the length of the sum |
-| attention kernels | $2 \cdot \text{size(query)} \cdot \text{keys}$ for each of 2 matmuls, 5 backward; masked ones, too |
+| attention kernels | $2 \cdot \text{size(query)} \cdot \text{keys}$ for each of 2 matmuls, 5 backward; masked keys count, too |
 | `conv_general_dilated` | 2 for each pair of weight and input element; none for padding and holes |
 | elementwise, also `exp`, comparisons and selects | 1 per element |
 | reductions | 1 per element, less 1 per result |

@@ -142,7 +142,7 @@ def explain(
         with taking_notes() as unused_rules, first_step():
             try:
                 traced = trace(inside, args, kwargs, wrap, positions)
-            except AmbientRecipe:  # in its layers, the recipe's owner is unknown
+            except AmbientRecipe:  # of a layer outside a transformed function
                 around = lambda func: wrap(in_contexts(func))  # noqa: E731
                 traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
