@@ -1,9 +1,13 @@
-"""Compiling for a device that is not there, and counting in what comes out.
+"""Compiles for a device without one, and counts in the compiled program.
 
-Nothing here imports the rest of mpx but `_tools/_counter/_hlo.py`, nor JAX before it is
-asked to
-compile: benchmarks load this folder by its path where `mpx` is another package of that
-name.
+In order of reading:
+
+* `_targets`: the devices, with their peak rates and compilers.
+* `_hlo`: reads the text of HLO.
+* `_kernels`: kernels with their bytes and operations, collectives, memory.
+
+This folder imports nothing else of mpx, and JAX only to compile: benchmarks load it by
+its path if `mpx` is another package.
 """
 
 from ._hlo import (

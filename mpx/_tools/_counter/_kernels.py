@@ -1,18 +1,20 @@
 """The kernels of a program compiled for a GPU: bytes, operations, and a roofline.
 
 A kernel is an instruction of the optimized HLO that runs by itself. Its *bytes* are
-those of its operands and results, but of an array that it only slices, as it is or
-after elementwise arithmetic, or updates in place, the slice. A loop's body counts as
-often as the loop runs. Its *operations* are those of the matmuls in it, *further* ones
+those of operands and results. Of an array that it only slices (unchanged or after
+elementwise arithmetic) or updates in place, only the slice counts. A loop's body counts
+once per iteration. Its *operations* are those of the matmuls in it, *further* ones
 those of attention in one kernel and of convolutions; other arithmetic is left out.
 
 The *roofline time* of a program is the sum over its kernels of the larger of two times:
 its bytes at the bandwidth of the data sheet, its operations at the peak of its dtype.
-No kernel is faster; how much slower it is, only a device can tell. `roof_seconds` has
+No kernel is faster; only a device shows how much slower it is. `roof_seconds` has
 matmuls only, as the committed benchmarks do.
 
-`operand_and_result_bytes` is the older way of counting, which takes sliced arrays as a
-whole. The two must not be compared.
+`operand_and_result_bytes` of the benchmarks is the older count, which takes sliced
+arrays as a whole. The two must not be compared.
+
+`messages` counts the bytes that a program communicates, `memory` those that it needs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ._hlo import (
 )
 from ._targets import Roof
 
-# A fusion computes of what these give only what is read of it.
+# A fusion computes only the elements of these that are read.
 _ELEMENTWISE = frozenset(
     "abs add and bitcast bitcast-convert ceil clamp compare convert copy divide "
     "exponential floor is-finite log maximum minimum multiply negate not or power "
@@ -48,18 +50,18 @@ class Kernel:
 
     Attributes:
         name: Its name in the HLO.
-        target: Of a call of a library, which; else its opcode.
-        bytes: Read and written in one run.
-        operations: Of the matrix products in it, in one run.
-        bits: Of the widest operand of those; 0 without one.
-        times: How often it runs.
+        target: The target of a library call; else its opcode.
+        bytes: Bytes read and written in one run.
+        operations: Operations of the matmuls in it, in one run.
+        bits: The bits of the widest operand of those; 0 without one.
+        times: The number of its runs.
         source: The operation of the program that its result comes from, with the
-            scopes around it; "" where XLA does not say.
-        opcode: Of the instruction.
+            scopes around it; "" if XLA does not record it.
+        opcode: The opcode of the instruction.
         further: Operations of attention and convolutions in it, in one run.
         few: Bytes of its results in floats of 8 bits or less, in one run.
         results: Bytes of all its results.
-        frame: The number of the stack frame that its line of code is in; 0 without.
+        frame: The number of the stack frame of its line of code; 0 without.
     """
 
     name: str
@@ -82,7 +84,7 @@ class Kernel:
 
 
 def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
-    """The least time that these kernels could take on a device."""
+    """Returns the roofline time of these kernels on a device."""
     return sum(
         kernel.times
         * max(
@@ -94,25 +96,25 @@ def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
 
 
 def traffic(kernels: list[Kernel]) -> int:
-    """Bytes that these kernels read and write."""
+    """Returns the bytes that these kernels read and write."""
     return sum(kernel.times * kernel.bytes for kernel in kernels)
 
 
 def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
-    """Those that multiply numbers of 8 bits or less."""
+    """Returns the kernels with matmuls of 8 bits or less."""
     return [kernel for kernel in kernels if kernel.operations and kernel.bits <= 8]
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The kernels of an optimized HLO module; of a conditional, its largest branch.
+    """Returns the kernels of an optimized HLO module.
 
-    Bytes are those of the main memory: arrays that a TPU's compiler has placed on the
-    chip do not count.
+    Of a conditional, the largest branch counts. Bytes are those of the main memory:
+    arrays that a TPU's compiler has placed on the chip do not count.
     """
     return _Program(text).kernels()
 
 
-# Calls of libraries give the memory that they work in as a further result.
+# Library calls have their working memory as a further result.
 _LIBRARY = ("__cublas", "__cudnn")
 _SCORES = re.compile(r'intermediate_tensor_shape":.*?"dimensions": ?\[([\d", ]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -175,24 +177,24 @@ class _Program:
         return result + sum(map(_bytes_of, operands))
 
 
-# Instructions whose result is a tuple that has the operand in it.
+# Instructions whose result is a tuple that includes the operand.
 _RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
 
 
 def _bytes_of(shape: str) -> int:
-    """Those in the main memory."""
+    """Returns the bytes in the main memory."""
     return bytes_of_shape(shape, on_chip=False)
 
 
 def _result_bytes(shape: str) -> int:
-    """Those of a library's call, without the memory that it works in."""
+    """Returns the result bytes of a library call, without its working memory."""
     first, *more = (array[0] for array in ARRAY.finditer(shape))
     scratch = [one for one in more if re.match(r"[su]8\[\d+\]", one)]
     return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
 
 
 def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
-    """Bytes of a fusion, from what it does with its parameters."""
+    """Returns the bytes of a fusion, from the uses of its parameters."""
     by_name = {one.name: one for one in body}
     users: dict[str, list[Instruction]] = {one.name: [] for one in body}
     for one in body:
@@ -205,7 +207,7 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         return name
 
     def reads(parameter: str) -> dict[str, int]:
-        """How many numbers are read of each array, if made of this parameter."""
+        """Returns the numbers read of each array, if made of this parameter."""
         found: dict[str, int] = {}
         for one in reversed(body):  # users come after what they use
             size, total = _size(one.shape), 0
@@ -216,7 +218,7 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
                     total += found[user.name]
                 elif targets.get(user.name) != parameter:
                     total = size
-                    break  # else what is not overwritten stays where it is
+                    break  # else the part that is not overwritten stays in place
             found[one.name] = size if one is body[-1] else min(total, size)
         return found
 
@@ -238,14 +240,14 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
 
 
 def _size(shape: str) -> int:
-    """How many numbers the first array of a shape has."""
+    """Returns the count of numbers in the first array of a shape."""
     return math.prod(_dimensions(shape))
 
 
 def _product(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
-    """Operations of a matrix product, and the bits of its widest operand."""
+    """Returns the operations of a matmul, and the bits of its widest operand."""
     is_call = instruction.target.startswith(_LIBRARY)
     if instruction.opcode != "dot" and not is_call:
         return None
@@ -266,14 +268,14 @@ def _product(
 def _further(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
-    """The same of attention in one kernel, and of a convolution."""
+    """Returns the same for attention in one kernel, and for a convolution."""
     call = instruction.target
     if call.startswith("__cudnn$fmha"):
         scores, operand = _SCORES.search(instruction.line), instruction.operands[0]
         if scores is None or operand not in shapes:
             return None
         size = math.prod(int(one) for one in re.findall(r"\d+", scores[1]))
-        # Forward two products, backward five; of a causal mask half of each.
+        # Two matmuls forward, five backward; half of each with a causal mask.
         count = 5 if call.endswith("Backward") else 2
         half = 1 + ('"mask_type": "CAUSAL"' in instruction.line)
         last = _dimensions(shapes[operand])[-1]
@@ -284,7 +286,7 @@ def _further(
     ):
         return None
     left, right = (shapes[one] for one in instruction.operands[:2])
-    # What the forward convolution makes, and its window.
+    # The result of the forward convolution, and its window.
     outputs, window = instruction.shape, right
     if "BackwardInput" in call:
         outputs = left
@@ -296,13 +298,13 @@ def _further(
 
 
 def _few_bytes(shape: str) -> int:
-    """Bytes of the arrays of a shape that are floats of 8 bits or less."""
+    """Returns the bytes of a shape's arrays that are floats of 8 bits or less."""
     arrays = (array[0] for array in ARRAY.finditer(shape))
     return sum(bytes_of_shape(one) for one in arrays if re.match("f[48]e", one))
 
 
 def _dimensions(shape: str) -> list[int]:
-    """Of the first array of a shape."""
+    """Returns the dimensions of the first array of a shape."""
     array = ARRAY.search(shape)
     return [int(one) for one in array[2].split(",") if one] if array else []
 
@@ -312,13 +314,12 @@ def _bits(shape: str) -> int:
     return bits_of(array[1]) if array else 32
 
 
-# ----------------------------------------------------------------------------
-# What a compiled program sends from device to device: bytes by collective and dtype.
+# --- Communication between devices, by collective and dtype ---------------------------
 #
-# Bytes are what one device sends over a ring of $n$ devices, the least that is
-# possible: of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1)
-# / n$ of the whole, an all-reduce twice that, an all-to-all once. A loop's body counts
-# as often as the loop runs. What a switch on the way adds up is left out.
+# Bytes are those that one device sends over a ring of $n$ devices, the least possible:
+# of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1) / n$ of
+# the whole, an all-reduce twice that, an all-to-all once. A loop's body counts once per
+# iteration. Sums in a switch are left out.
 
 _KINDS = (
     "all-gather",
@@ -335,10 +336,10 @@ class Message:
 
     Attributes:
         kind: The collective.
-        dtype: Of what travels, in HLO's words.
-        bytes: Of the whole array, which all devices together hold or make.
-        times: How often it runs.
-        devices: Among how many.
+        dtype: The dtype that is sent, as HLO writes it.
+        bytes: The bytes of the whole array, over all devices.
+        times: The number of its runs.
+        devices: The number of devices that take part.
     """
 
     kind: str
@@ -349,7 +350,7 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends."""
+        """The bytes that one device sends."""
         share = (self.devices - 1) / self.devices
         if self.kind == "collective-permute":
             share = 1
@@ -357,7 +358,7 @@ class Message:
 
 
 def messages(text: str, devices: int) -> list[Message]:
-    """The collectives of an optimized HLO module."""
+    """Returns the collectives of an optimized HLO module."""
     bodies, entry = bodies_of(text)
     return list(_messages(bodies, entry, 1, devices))
 
@@ -399,7 +400,7 @@ def _of(
 
 
 def _group(line: str) -> int | None:
-    """Among how many devices a collective is."""
+    """Returns the number of devices in a collective's group; None if all."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -407,12 +408,11 @@ def _group(line: str) -> int | None:
     return int(sized[1]) if sized else None
 
 
-# ----------------------------------------------------------------------------
-# What a compiled program needs of a device's memory.
+# --- Memory ---------------------------------------------------------------------------
 
 
 def memory(compiled: Any) -> int:
-    """Bytes of arguments, results that are in none of them, and temporaries."""
+    """Returns the bytes of arguments, results in none of them, and temporaries."""
     sizes = _sizes(compiled)
     return (
         sizes.argument_size_in_bytes

@@ -142,7 +142,7 @@ def explain(
         with taking_notes() as unused_rules, first_step():
             try:
                 traced = trace(inside, args, kwargs, wrap, positions)
-            except AmbientRecipe:  # in which layers do not know whose they are
+            except AmbientRecipe:  # of a layer outside a transformed function
                 around = lambda func: wrap(in_contexts(func))  # noqa: E731
                 traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
@@ -158,13 +158,13 @@ def explain(
 
 
 def _residuals(traced: Traced) -> tuple[int | None, str]:
-    """The residual bytes, and how they were counted."""
+    """Returns the residual bytes, and how they were counted."""
     own = residual_bytes(traced.jaxpr)
     if own is not None:
         return own, "made in the forward pass and read in the backward pass"
     try:
         gradient = trace_gradient(traced)
-    # Whatever can go wrong in differentiating the code of others.
+    # The user's code may raise anything when differentiated.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:120]
         return None, f"not differentiable: {type(error).__name__}: {first}"
@@ -188,7 +188,7 @@ def _operations(
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
     is_mixed = any(uses_half(visit.equation) for visit in visits)
-    # By ids, which belong to equations of the program that `traced` holds.
+    # By `id` of equations, which `traced` keeps alive.
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
         ends = deciding_comparisons(traced.jaxpr.jaxpr)
@@ -201,7 +201,7 @@ def _operations(
         (i for i, v in enumerate(visits) if _is_slow(v) and not operations[i].finding),
         None,
     )
-    if slow is not None:  # said once, of the first
+    if slow is not None:  # reported once, at the first
         operations[slow] = dataclasses.replace(operations[slow], finding=_SLOW)
     unscaled = unscaled_gradient(visits)
     if unscaled is not None:
@@ -211,7 +211,7 @@ def _operations(
 
 
 def _rounded_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
-    """What is said of products whose rounding matters, by identities of equations."""
+    """Returns findings of matmuls that must not round, by identity of equations."""
     found = {
         product: f"feeds {name}, which magnifies its rounding: compute it in float32"
         for product, name in factored_products(jaxpr).items()
@@ -225,7 +225,7 @@ def _rounded_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
 def _islands(
     visits: Sequence[Visit[Fact]], operations: Sequence[Operation]
 ) -> tuple[Island, ...]:
-    """The islands of a program, in the order of the program."""
+    """Returns the recomputed regions, in program order."""
     found: dict[IslandNote, list[Operation]] = {}
     for visit, operation in zip(visits, operations, strict=True):
         for entry in visit.scopes:
@@ -245,13 +245,13 @@ def _islands(
 
 
 def _most(texts: Iterable[str]) -> str:
-    """The text that comes most often, "" only if there is no other."""
+    """Returns the most common text; "" only if there is no other."""
     counts = collections.Counter(text for text in texts if text)
     return max(counts, key=counts.__getitem__, default="")
 
 
 def _is_for_others(visit: Visit[Fact]) -> bool:
-    """Whether it stands in for what is computed where the target is another one."""
+    """Returns whether it is in a branch for another target than the report's."""
     names = [name for name in visit.place.inside if _BRANCH.fullmatch(name)]
     if not names:
         return False
@@ -263,12 +263,12 @@ def _is_for_others(visit: Visit[Fact]) -> bool:
     return note is not None and note.precision == Precision.LOW.value
 
 
-# What `jax.lax.platform_dependent` makes.
+# The name of the branches of `jax.lax.platform_dependent`.
 _BRANCH = re.compile("cond for .*")
 
 
 def _fused(visit: Visit[Fact]) -> FusedOperation | None:
-    """The operation of mpx's own that it is a part of."""
+    """Returns the fused operation of mpx that it is a part of; None if none."""
     found = [operation_of(entry.name) for entry in visit.scopes]
     return next((operation for operation in reversed(found) if operation), None)
 
@@ -306,7 +306,7 @@ def _operation(
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:
-        paths = [note.weight]  # quantizing it is computing with it
+        paths = [note.weight]  # quantizing a weight counts as using it
     return Operation(
         number=number,
         primitive=equation.primitive.name,
@@ -338,10 +338,10 @@ def _type(aval: Aval) -> str:
     return str(aval)
 
 
-# --- Why -----------------------------------------------------------------------------
+# --- Reasons and findings -------------------------------------------------------------
 
 
-# What loses digits or range where the program itself computes it in half precision.
+# Operations that lose precision or range in half precision.
 _CRITICAL = frozenset(
     """
     acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh
@@ -356,7 +356,7 @@ _KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
 
 
 def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:
-    """The rule that decided the precision of an operation, and the reason."""
+    """Returns the rule that decided an operation's precision, and the reason."""
     if note is None:
         return "as written", _reason(visit, flow)
     equation = visit.equation
@@ -397,7 +397,7 @@ def _reason(visit: Visit[Fact], flow: Facts) -> str:
 
 
 def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
-    """Where the dtypes of the floating operands come from; constants if no other."""
+    """Returns the origins of floating operands; constants only if all are."""
     found = [
         fact.origin
         for fact, variable in zip(facts, equation.invars, strict=True)
@@ -415,7 +415,7 @@ _SLOW = "float16 on a CPU, which has no units for it"
 
 
 def _is_slow(visit: Visit[Fact]) -> bool:
-    """Whether autocast emits a product of float16 for a CPU."""
+    """Returns whether it is a float16 matmul that autocast emits for a CPU."""
     note = innermost_note(visit.scopes)
     if note is None or note.platform != "cpu" or not is_product(visit.equation):
         return False
@@ -423,27 +423,26 @@ def _is_slow(visit: Visit[Fact]) -> bool:
 
 
 def _wide_product(equation: JaxprEqn) -> str:
-    """What is said of a product under autocast, which leaves float64 as it is.
+    """Returns the finding of a matmul under autocast, which leaves float64 unchanged.
 
-    One array of numpy's default dtype is enough, where x64 is on, to make a whole
-    program float64.
+    With x64, one array of NumPy's default dtype makes a whole program float64.
     """
     is_wide = any(a.dtype == jnp.float64 for a in avals(equation.invars[:2]))
     return _product_in(equation) if is_wide else ""
 
 
 def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
-    """What looks like an accident in a program that uses half precision."""
+    """Returns a probable mistake in a program that uses half precision; "" if none."""
     equation, facts = visit.equation, visit.operands
     if promotion(equation, facts) is not None and phase(visit.scopes) == "forward":
         return "half precision promoted"
     if id(equation) in flow.promotions:
-        return ""  # said of the operation that it was made for
+        return ""  # reported at the operation that the cast was made for
     if is_product(equation) and precision in ("float32", "float64", "mixed"):
         return _product_in(equation)
     if precision not in HALF:
         return ""
-    # Sums of one number happen where axes of length 1 are dropped.
+    # Sums of one number occur if axes of length 1 are dropped.
     name = equation.primitive.name
     known = properties(name)
     is_range_short = precision == "float16" and name in ("integer_pow", "square")
