@@ -82,8 +82,8 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
 
 
 def _updates(file: str) -> bool:
-    ours = "_step/_optimizer.py", "_memory/_master_weights.py"
-    return "optax" in file or "/mpx/_few_bits/" in file or file.endswith(ours)
+    ours = ("/mpx/_step/_optimizer.py", "/mpx/_memory/", "optax")
+    return any(part in file for part in ours)
 
 
 def quantizing_bytes(kernel: Kernel, kind: str) -> int:
