@@ -261,7 +261,7 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of a scan equation's constants and carries."""
+    """Returns how many constants and how many carries a scan equation has."""
     if "num_consts" in params:  # before jax 0.11
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -1,8 +1,8 @@
 """Annotations that more than one module needs.
 
-An argument that mpx validates itself, with an error that says what to do, is annotated
+An argument that mpx validates itself, with an error that names the fix, is annotated
 with one of the aliases below. A static checker sees the precise type; a runtime checker
-(the jaxtyping hook of the tests) sees `Any`, so that ours is the error a user reads.
+(the jaxtyping hook of the tests) sees `Any`, so that users get mpx's error.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,7 @@ def name_of(func: object) -> str:
 
 
 def wraps(func: Callable[..., PyTree]) -> Callable[[Any], Any]:
-    """Does what `functools.wraps` does, also for callable PyTrees.
+    """Returns a decorator like `functools.wraps`, also for callable PyTrees.
 
     The fields of a PyTree are not copied to the wrapper, and its `__name__` may be
     None, as in Equinox's wrappers. JAX follows `__wrapped__` for the name in its

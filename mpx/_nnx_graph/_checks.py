@@ -1,4 +1,4 @@
-"""Records of split NNX objects, and errors for what cannot leave a transform."""
+"""Records of split NNX objects, and errors for changes a transform would lose."""
 
 import dataclasses
 import sys

@@ -355,8 +355,7 @@ def _predicate(node: object, wanted: Any) -> Callable[..., bool]:
 
     if wanted is None:
         return nnx.Nothing()
-    # As in NNX: a Variable that is itself an argument is differentiated whatever its
-    # type.
+    # As in NNX: a Variable of any type is differentiated if it is itself an argument.
     return nnx.Everything() if isinstance(node, nnx.Variable) else nnx.Any(wanted)
 
 

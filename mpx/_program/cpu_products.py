@@ -351,12 +351,7 @@ def multiply_to_float32(
 ) -> Array:
     """Returns the float32 matmul of two bfloat16 operands, in the form for CPUs.
 
-    It must not be differentiated.
-
-    Args:
-        left: The left operand.
-        right: The right operand.
-        dimension_numbers: As of `jax.lax.dot_general`.
+    Dimension numbers are as of `jax.lax.dot_general`. It must not be differentiated.
     """
 
     def product(left: AnyArray, right: AnyArray) -> Array:

@@ -188,7 +188,7 @@ class _Reading:
             self.boxes[part.number].append(part.box)
 
     def give_up(self, parts: Iterable[Part | None]) -> None:
-        """Marks the arrays of these parts: what is read of them is unknown."""
+        """Marks the arrays of these parts: the parts read of them are unknown."""
         for part in parts:
             if part is not None:
                 self._unknown.add(part.number)
@@ -197,7 +197,7 @@ class _Reading:
     def read(
         self, jaxpr: Jaxpr, known: dict[Var, Part], numbers: Numbers
     ) -> list[Part | None]:
-        """Adds what a program reads, and returns the parts that its results hold."""
+        """Adds the parts that a program reads, and returns those in its results."""
         for equation in jaxpr.eqns:
             parts = [_part(known, atom) for atom in equation.invars]
             if any(part is not None for part in parts):

@@ -81,7 +81,7 @@ def aval_of(atom: Atom) -> Aval:
 
 
 def avals(atoms: Iterable[Atom]) -> list[Aval]:
-    """The types of operands or results."""
+    """Returns the types of operands or results."""
     return [aval_of(atom) for atom in atoms]
 
 

@@ -1,6 +1,6 @@
 """Propagates facts through a program: forward from its inputs, or backward to them.
 
-A *fact* is what an analysis knows about a value. It is propagated along the equations,
+A *fact* is a property of a value. It is propagated along the equations,
 through the programs that an equation holds, and through loops until it no longer
 changes. An analysis of values is a `Flow` or a `BackwardFlow`. Analyses that count or
 search instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
@@ -125,13 +125,7 @@ def propagate(
 
 
 def walk_inside(equation: JaxprEqn, operands: Sequence[F], flow: Flow[F]) -> None:
-    """Propagates facts through the programs that one equation holds.
-
-    Args:
-        equation: The equation.
-        operands: The facts of its operands.
-        flow: How facts are propagated.
-    """
+    """Propagates facts of operands through the programs that one equation holds."""
     _walk_inside(equation, sub_jaxprs(equation), operands, flow, None)
 
 
@@ -270,13 +264,7 @@ class BackwardFlow(abc.ABC, Generic[F]):
 def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[Var, F]:
     """Propagates facts from the results of a program to its inputs.
 
-    Args:
-        jaxpr: The program.
-        results: The facts of its results.
-        flow: How facts are propagated.
-
-    Returns:
-        The fact of each variable that is used.
+    Returns the fact of each variable that is used.
     """
     facts: dict[Var, F] = {}
 

@@ -5,7 +5,7 @@ they are multiplied by a number $c > 0$. A value that does not depend on them ha
 0, a linear one degree 1, a norm's square degree 2. A zero has every degree. The
 primitives determine whether the program has only such values.
 
-An operation that may turn an infinity into a finite number counts as not homogeneous: a
+An operation that may map an infinity to a finite number counts as not homogeneous: a
 test for infinities and NaN, the smaller of two numbers. So a program that is
 proportional here hides no overflow. Kernels cannot be inspected, and are assumed to be
 linear.

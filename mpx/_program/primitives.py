@@ -15,7 +15,7 @@ from typing import Any
 
 
 class PrimitiveClass(enum.Enum):
-    """What autocast does with a primitive by default."""
+    """How autocast handles a primitive by default."""
 
     HALF = "half"
     """Computed in half precision: matrix products and convolutions."""

@@ -162,16 +162,9 @@ def probed(
     arrays: Sequence[AnyArray],
     tags: Sequence[object],
 ) -> tuple[list[AnyArray], Records]:
-    """Runs a program with a probe.
+    """Runs a program with a probe, given its inputs and the tag of each.
 
-    Args:
-        closed: The program.
-        probe: The probe.
-        arrays: The inputs of the program.
-        tags: The tag of each input.
-
-    Returns:
-        The results of the program, and the records.
+    Returns the results of the program, and the records.
     """
     inputs = _tagged(arrays, tags)
     results, records = _run(closed, closed.consts, inputs, probe, Location())

@@ -47,11 +47,6 @@ def declared_weights(
     """Returns the arguments of a call that `weights=` of the function names.
 
     By default there are none, because the first argument may be the batch.
-
-    Args:
-        func: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
     """
     mark, first, names = _marked(func)
     if mark is None or not mark.has_explicit_weights:
@@ -100,12 +95,7 @@ def _marked(func: object) -> tuple[Mark | None, int, list[str]]:
 def refuse_other_lengths(
     steps: int, rows: Sequence[tuple[KeyPath, jax.Array | np.ndarray]]
 ) -> None:
-    """Raises if the first axes of the arrays to cut differ in length.
-
-    Args:
-        steps: The number of micro-batches.
-        rows: The paths of the arrays, and the arrays.
-    """
+    """Raises if the first axes of the arrays to cut differ in length."""
     by_length: dict[int, list[str]] = {}
     for path, leaf in rows:
         text = f"{describe(leaf)} at `{input_path(path)}`"

@@ -84,7 +84,7 @@ class DelayedScales(eqx.Module):
         return found
 
     def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
-        """The inverse of `by_slot`."""
+        """Joins the rows of slots: the inverse of `by_slot`."""
         parts = [by_slot[name] for name, _ in self.slots]
         depths = [len(lengths) for _, lengths in self.slots]
         return jnp.concatenate(

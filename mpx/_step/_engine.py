@@ -177,14 +177,7 @@ def scaled_value_and_grad(
     args: PyTree,
     kwargs: PyTree,
 ) -> Differentiated:
-    """Differentiates the scaled loss.
-
-    Args:
-        problem: The function to differentiate.
-        scaling: The loss scaling.
-        args: The arguments.
-        kwargs: The keyword arguments.
-    """
+    """Differentiates the scaled loss."""
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)

@@ -449,12 +449,7 @@ def refuse_optimizer(optimizer: object, call: str) -> None:
 def was_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
     """Returns whether a `skip_nonfinite` inside a transformation has skipped a step.
 
-    Args:
-        before: The state before the step.
-        after: The state after it.
-
-    Returns:
-        A boolean; None if there is no `skip_nonfinite` inside.
+    Compares the states before and after the step; None without a `skip_nonfinite`.
     """
     records = [
         [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]

@@ -459,7 +459,7 @@ _ONE_BATCH = Accumulation(1)
 
 
 def _without_stored(given: PyTree) -> tuple[PyTree, Payloads]:
-    """Replaces weights stored in 8 bits by arrays, and returns what these represent."""
+    """Replaces weights stored in 8 bits by arrays, and returns their payloads."""
     leaves = jax.tree.leaves(given, is_leaf=_is_stored)
     return dequantized(given) if any(map(_is_stored, leaves)) else (given, {})
 
