@@ -185,7 +185,7 @@ def is_along_vmap(equation: JaxprEqn) -> bool:
     """Returns whether a collective is along an axis of `jax.vmap`, on one device.
 
     Such an axis has a name inside the `vmap`, and is a number in the batched equation.
-    A sum may also be over a mesh axis: then its result is small.
+    A sum over both also has an axis of a mesh: then the rest is small.
     """
     params = equation.params
     axes = params.get("axes", params.get("axis_name", ()))

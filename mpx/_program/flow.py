@@ -1,9 +1,9 @@
 """Propagates facts through a program: forward from its inputs, or backward to them.
 
-A *fact* is a property of a value. It is propagated along the equations,
-through the programs that an equation holds, and through loops until it no longer
-changes. An analysis of values is a `Flow` or a `BackwardFlow`. Analyses that count or
-search instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
+A *fact* is a property of a value. It is propagated along the equations, through the
+programs that an equation holds, and through loops until it no longer changes. An
+analysis of values is a `Flow` or a `BackwardFlow`. Analyses that count or search
+instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
 `_tools/_blame/`) walk the programs of an equation themselves, by `sub_jaxprs`.
 """
 

@@ -118,7 +118,7 @@ class _Degrees(Flow[_Degree]):
         operands: Sequence[_Degree],
         results: Sequence[_Degree],
     ) -> None:
-        """Checks that branches and the ends of loops do not depend on the scale."""
+        """Notes whether branches and ends of loops may depend on the scale."""
         chooses = operands[:1] if equation.primitive.name == "cond" else ()
         ends = results if role == "condition" else ()
         self.branches_differ |= not all(map(_is_fixed, (*chooses, *ends)))

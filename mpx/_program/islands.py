@@ -60,7 +60,7 @@ class Island(NamedTuple):
 def is_cheap(equation: JaxprEqn, with_lookups: bool = False) -> bool:
     """Returns whether an equation costs little more than reading its operands.
 
-    This includes a lookup, but an embedding is not part of the island after it.
+    With `with_lookups` gathers count, too; an embedding is part of no later island.
     """
     name = equation.primitive.name
     known = properties(name)

@@ -300,7 +300,7 @@ One = Callable[[PyTree, PyTree], tuple[Array, PyTree, PyTree, PyTree]]
 def accumulated(
     how: Accumulation, one: One, problem: Problem, args: PyTree, kwargs: PyTree
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs `one` over micro-batches; returns the largest of their amaxes.
+    """Runs `one` over micro-batches and joins its results; amaxes by their maximum.
 
     Args:
         how: The settings.

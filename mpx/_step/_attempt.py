@@ -313,7 +313,7 @@ class GradientResult(tuple):
         return GradientResult(**parts)
 
     def _judged(self, finite: BoolLike, flags: object) -> Any:
-        """Returns the scaling after this step, if it had been `finite` or not."""
+        """Returns the scaling after this step, given whether it is finite."""
         before = self._before
         if before is None:
             return None

@@ -163,7 +163,7 @@ def _checked_devices(
     batch: MicroBatches,
     problem: Problem,
 ) -> int:
-    """Returns the number of devices that share micro-batches; raises for misfits."""
+    """Returns the number of devices that share micro-batches; raises if impossible."""
     call = "`axes` of `mpx.Accumulation`"
     names = () if mesh is None else tuple(mesh.axis_names)
     missing = [axis for axis in how.axes if axis not in names]

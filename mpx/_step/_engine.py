@@ -124,7 +124,7 @@ def called(
 
     If the function reaches an ambient recipe, in a layer of `mpx.nn`, its precision is
     that of the layers: inputs are not cast by default. For a recipe with a state,
-    autocast traces it, to find the weights.
+    autocast traces the function, to find the weights.
 
     Warns of float16 without loss scaling.
 

@@ -307,8 +307,8 @@ def _refuse_other_state(
 def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
     """Casts an optimizer's new state to the dtypes of the state before.
 
-    Gradients are float32 also for half-precision weights, and would make their moments
-    float32 at the first step.
+    Gradients are float32 also for half-precision weights, and would make moments that
+    began in the weights' dtype float32 at the first step.
     """
     if jax.tree.structure(before) != jax.tree.structure(after):
         return after  # another check raises with more details

@@ -136,7 +136,7 @@ def _refuse_other_weights(
 ) -> None:
     """Raises if none of the differentiated arguments are weights of the recipe.
 
-    By default the first argument is, which may be the batch.
+    By default the weights are the first argument, which may be the batch.
     """
     mark: Mark | None = getattr(func, MARK, None)
     if mark is None or mark.has_explicit_weights or not settings.recipes:
