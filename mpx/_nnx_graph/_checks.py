@@ -104,8 +104,7 @@ def has_nnx_objects(tree: PyTree) -> bool:
 def places(tree: PyTree) -> list[KeyPath]:
     """Returns the path of each leaf; in an NNX module the path of its Variable.
 
-    So `layers[0].kernel` and not `layers[0].kernel.value`, like the names of split
-    modules.
+    So `layers[0].kernel`, as in split modules, and not `layers[0].kernel.value`.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     nnx = sys.modules.get("flax.nnx")

@@ -300,8 +300,7 @@ class Parts:
 
         came_in: list[object] = []
         if self._checks.outside is not None:
-            # Objects from outside the trace must not change; unchanged ones are
-            # allowed.
+            # Objects from outside the trace are allowed if they do not change.
             came_in = self._originals
             refuse_change_from_outside(
                 self._changed[: len(came_in)], self._checks.outside, self._call

@@ -104,8 +104,7 @@ class Call:
 
     def __call__(self, *arrays: AnyArray) -> list[AnyArray]:
         """Returns the arrays of the result."""
-        # Set while JAX traces. A cached trace runs no Python, so each trace needs a new
-        # `Call`.
+        # Set while JAX traces. A cached trace runs no Python: each needs a new `Call`.
         found, self.result = divide(self._call(*self.form.filled(arrays)))
         return found
 

@@ -39,8 +39,7 @@ from .equations import run_by
 # does not use the library. It becomes a slow loop, which sums in bfloat16 if the result
 # is bfloat16 (since jaxlib 0.11), or fails: a float32 result is then not implemented
 # (0.10). So the left operand is transposed and its layout constrained: XLA folds
-# nothing into a constraint, and it costs no pass (jaxlib 0.10.2 to 0.12.0.1, November
-# 2026).
+# nothing into that, at no cost (jaxlib 0.10.2 to 0.12.0.1, November 2026).
 
 DimensionNumbers = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]

@@ -103,8 +103,7 @@ class Part(NamedTuple):
     Attributes:
         number: Which array.
         box: The part of it.
-        axes: For each axis of the value the axis of the box that it runs along; None if
-            unknown.
+        axes: For each axis of the value, its axis in the box; None if unknown.
     """
 
     number: int

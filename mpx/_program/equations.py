@@ -158,8 +158,7 @@ def is_multiplication(equation: JaxprEqn) -> bool:
 
 
 # Up to this many gradients are summed in half precision: a norm feeds three matmuls,
-# and of 3 by 3 windows at stride two, four overlap. A sum of eight equal ones is 2 %
-# off.
+# and four 3 by 3 windows at stride two overlap. A sum of eight equal ones is 2 % off.
 FEW_USES = 4
 
 
@@ -168,8 +167,7 @@ def only_picks(equation: JaxprEqn) -> bool:
 
     So rounding before or after gives equal values. The gradient also goes to the same
     element, except in a window with elements that are equal once rounded: a float32
-    pool would save its operand in float32 (a ResNet for an H100: 13 % more of its
-    memory).
+    pool would save its operand in float32 (a ResNet for an H100: 13 % more memory).
     """
     name, params = equation.primitive.name, equation.params
     if name in ("max", "min"):  # relu
@@ -321,9 +319,8 @@ def _solve(equation: JaxprEqn) -> SubJaxpr:
 def where_leading(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
     """Selects `new` where a condition on the leading axes is true, else `old`.
 
-    It freezes finished examples of a `while` whose condition is batched by `vmap`.
-    JAX's primitive accepts such a condition, `jax.lax.while_loop` does not (jax 0.10 to
-    0.12).
+    It freezes finished examples of a `while` whose condition is batched by `vmap`. The
+    primitive accepts that, `jax.lax.while_loop` does not (jax 0.10 to 0.12).
     """
     axes = range(condition.ndim)
     whole = jax.lax.broadcast_in_dim(condition, new.shape, axes)

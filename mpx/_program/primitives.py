@@ -200,8 +200,7 @@ _group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
 _group("dot_product_attention", _HALF)
-# Sampled dense matmuls, and those with a sparse result, are not here: they run as
-# written.
+# Sampled dense matmuls, and those with a sparse result, run as written: not here.
 _group(
     "bcoo_dot_general bcsr_dot_general coo_matmat coo_matvec csr_matmat csr_matvec",
     _HALF,

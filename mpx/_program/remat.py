@@ -74,8 +74,7 @@ def evaluate_with_totals(
     Args:
         closed: The program.
         xs: Its inputs.
-        given: The values of these sums, if known. The derivative is still that of the
-            sum.
+        given: These sums, if known. The derivative is still that of the sum.
     """
     totals = [e.outvars[0] for e in closed.jaxpr.eqns if _is_total(e)]
     known = dict(zip(totals, given, strict=True)) if given else {}
@@ -293,8 +292,7 @@ _SOFTMAX = frozenset(("reduce_max", "exp"))
 _WORTH = 0.75
 # A norm has thirty operations. More than this many run in many kernels.
 _LONG = 50
-# A program of more operations than this is an expensive computation, which recomputing
-# would double.
+# Recomputing more operations than this would double an expensive computation.
 _MANY = 300
 
 

@@ -145,8 +145,7 @@ def _run_here(
     inside = dataclasses.replace(batch, traced=[])
 
     def run(xs: PyTree) -> tuple[PyTree, PyTree]:
-        # In each iteration: a float32 copy shared by all iterations would stay in
-        # memory.
+        # In each iteration: a float32 copy for all iterations would stay in memory.
         inside.leaves = list(map(_as_declared, whole, batch.leaves))
         xs = jax.lax.optimization_barrier(xs) if how.in_order else xs
         (total, _), besides = inside.turn(run_one, (zeros, []), xs)
