@@ -30,10 +30,10 @@ from .._base.typing import AnyArray, Atom, Aval, Program
 from .primitives import PrimitiveClass, properties
 
 OTHERS = "for other platforms"
-"""The role of a branch for all platforms that have none of their own."""
+"""The role of a branch for all platforms without a separate one."""
 
 MANY = 4096
-"""What a dimension counts that only a call knows, such as that of an exported batch."""
+"""The assumed size of a symbolic dimension, such as that of an exported batch."""
 
 
 def lengths(shape: Iterable[object]) -> tuple[int, ...]:
@@ -58,9 +58,9 @@ class SubJaxpr:
     jaxpr: Jaxpr
     consts: tuple[AnyArray, ...]
     role: str
-    """What it is to the equation, where that has several: `body`, `branch 1 of 3`."""
+    """Its role if the equation has several programs: `body`, `branch 1 of 3`."""
     trips: int | None
-    """How often it runs where the equation runs once; None if only a run can tell."""
+    """How often it runs for each run of the equation; None if unknown before a run."""
     operands: tuple[int | None, ...]
     """For each input, the operand of the equation that arrives there."""
     results: tuple[int | None, ...]

@@ -231,7 +231,7 @@ class BackwardFlow(abc.ABC, Generic[F]):
     """
 
     nothing: F
-    """The fact of a value that nobody uses."""
+    """The fact of an unused value."""
 
     def join(self, a: F, b: F) -> F:
         """Returns the fact of a value with two users."""

@@ -18,17 +18,17 @@ class PrimitiveClass(enum.Enum):
     """How autocast handles a primitive by default."""
 
     HALF = "half"
-    """Computed in half precision: matrix products and convolutions."""
+    """Computed in half precision: matmuls and convolutions."""
     FULL = "full"
-    """Computed in float32: everything between products."""
+    """Computed in float32: everything between matmuls."""
     MOVE = "move"
-    """Moves or sends numbers, in the precision that they have."""
+    """Moves or communicates data in its present dtype."""
     CONVERT = "convert"
-    """A cast of the user's own, which is respected."""
+    """A cast by the user, which is respected."""
     RECURSE = "recurse"
-    """Holds a program, which is cast in turn."""
+    """Holds a program, which is cast, too."""
     OPAQUE = "opaque"
-    """Runs as it was written, in declared dtypes; so does what is in no group."""
+    """Runs as written, in declared dtypes, like primitives outside the table."""
 
 
 class Flops(enum.Enum):
@@ -36,7 +36,7 @@ class Flops(enum.Enum):
 
     UNKNOWN = enum.auto()
     ZERO = enum.auto()
-    """It moves, casts or makes numbers, or computes with integers."""
+    """It moves, casts or creates data, or computes with integers."""
     ELEMENTWISE = enum.auto()
     REDUCTION = enum.auto()
     PER_OPERAND_ELEMENT = enum.auto()
@@ -66,15 +66,15 @@ class Saves(enum.Enum):
     OPERAND = enum.auto()
     RESULT = enum.auto()
     RESULT_AND_SLOPE = enum.auto()
-    """The result, and another array as large, which the slope is computed from."""
+    """The result, and another array as large, from which the slope is computed."""
     OTHERS = enum.auto()
     """For the derivative by one operand, the others."""
     CHOICE = enum.auto()
-    """A boolean for each number of the result: which operand it is."""
+    """A boolean for each element of the result: which operand it is."""
     PREDICATE = enum.auto()
     """Its first operand."""
     SAME = enum.auto()
-    """Nothing; and the result holds the operand's numbers, which need no bytes."""
+    """Nothing; and the result has the operand's data, which needs no bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

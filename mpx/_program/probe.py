@@ -57,7 +57,7 @@ from .primitives import properties
 # --- The interface of a probe ---------------------------------------------------------
 
 Records: TypeAlias = dict[Hashable, PyTree]
-"""Trees of arrays by a name that is the probe's own."""
+"""Trees of arrays by a key that the probe chooses."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -394,11 +394,12 @@ class _Apart(enum.Enum):
     NOT = "nothing"
     BY_NUMBER = "the factor"
     BY_GRADIENTS = "the factor, and it waits for the gradients of the results"
-    """Else what is computed in many kernels is computed for all layers before the first
-    of them needs it: the associative scan of a gated state space model for an H100
-    takes 1.44 times the temporaries of a naive cast, and 1.05 times so (`benchmarks
-    workloads`). The gradients of a softmax, which are a product, would be written once
-    more: 2% of the traffic of a ViT with 197 tokens."""
+    """Without waiting, a recomputation of many kernels runs for all layers before the
+    first layer needs it: the associative scan of a gated state space model for an H100
+    takes 1.44 times the temporaries of a naive cast, and 1.05 times with it
+    (`benchmarks workloads`). Softmax does not wait: the gradients of its results come
+    from a matmul, and would be written once more: 2% of the memory traffic of a ViT
+    with 197 tokens."""
 
 
 def _from_inputs(
