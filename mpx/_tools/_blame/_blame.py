@@ -226,22 +226,22 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     places = tuple(replay.places[i] for i in sorted(bad))
     found = dataclasses.replace(nothing, places=places)
 
-    def told(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:
+    def reported(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:
         culprits = _culprits(step, replay, above)
         if not culprits:
             fields["advice"] = f"{_NOT_FOUND} {fields.get('advice', '')}".strip()
         return dataclasses.replace(found, culprits=culprits, **fields)
 
     if scale != 1 and is_finite_at_one(step, replay):
-        return told(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
+        return reported(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
     control = step.in_float32()
     in_float32 = control.replay()
     if not in_float32.bad_places():
-        return _of_precision(step, told(step, replay))
+        return _of_precision(step, reported(step, replay))
     rows, untried = _rows(control, in_float32)
     fields = {"rows": rows, "untried_rows": untried}
     fields["advice"] = _DATA_ROWS if rows else _DATA
-    return told(control, in_float32, verdict=Verdict.DATA, **fields)
+    return reported(control, in_float32, verdict=Verdict.DATA, **fields)
 
 
 def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:

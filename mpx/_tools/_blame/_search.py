@@ -469,7 +469,7 @@ class Search:
             if self.runs.above is not None:
                 return [self._cause(step, turns[step], seen) for step in steps[:_NAMED]]
             judged, healthy = self._judged(run, cured, steps)
-            told = [(step, turns[step]) for step in judged or steps[:1]]
+            named = [(step, turns[step]) for step in judged or steps[:1]]
             left = self._ends(healthy)
             cured = [*cured, *(v for step in steps for v in step.results)]
             ends = [(graph.outputs[i], ()) for i in sorted(left)]
@@ -477,9 +477,9 @@ class Search:
                 # Also constants whose badness does not depend on the steps.
                 given = self._begin(healthy).of(ends).given
                 also, _ = self._judged(run, cured, list(given)[:_TRIED])
-                told += [(step, given[step]) for step in also]
-                told.sort(key=lambda one: order(graph, *one))
-            causes = [self._cause(*one, seen) for one in told[:_NAMED]]
+                named += [(step, given[step]) for step in also]
+                named.sort(key=lambda one: order(graph, *one))
+            causes = [self._cause(*one, seen) for one in named[:_NAMED]]
             if judged or not left:
                 return causes
             # The steps are harmless: the results are bad without them.
