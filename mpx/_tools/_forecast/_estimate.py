@@ -74,8 +74,8 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
 
 
 def _updates(file: str) -> bool:
-    ours = "_step/_optimizer.py", "_memory/_master_weights.py"
-    return "optax" in file or "/mpx/_few_bits/" in file or file.endswith(ours)
+    is_ours = "/mpx/_memory/" in file or file.endswith("/mpx/_step/_optimizer.py")
+    return "optax" in file or is_ours
 
 
 def quantizing_bytes(kernel: Kernel, kind: str) -> int:

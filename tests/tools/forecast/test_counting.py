@@ -2,11 +2,10 @@
 
 # ruff: noqa: E501 (lines of HLO)
 
-from pathlib import Path
-
 import pytest
 
-import mpx
+from mpx._memory import _codes, _master_weights
+from mpx._step import _optimizer
 from mpx._tools._counter import TARGETS, frames_of, kernels_of, messages
 from mpx._tools._counter._kernels import roof_seconds
 from mpx._tools._forecast._estimate import (
@@ -82,8 +81,8 @@ def test_kernels_have_kinds(kernels):
 
 def test_a_state_in_few_bits_is_of_the_optimizer(kernels):
     kernel, _ = kernels["new"]
-    file = Path(mpx.__file__).parent / "_few_bits" / "_codes.py"
-    assert kind_of(kernel, [(str(file), "encode", 1)]) == "optimizer"
+    for module in (_codes, _master_weights, _optimizer):
+        assert kind_of(kernel, [(module.__file__, "encode", 1)]) == "optimizer"
 
 
 def test_operations_and_bytes(kernels):

@@ -199,8 +199,10 @@ def test_state_over_a_mesh_has_the_bytes_of_what_is_made(on_cpu, name, kind):
     model = placed(
         lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where), absent
     )
-    step = _steps.Step(lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {})
-    lowered = step.lower(_steps.Precision("", {"enabled": False}), TARGETS["h100"])
+    step = _steps.ForecastStep(
+        lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {}
+    )
+    lowered = step.lower(_steps.Variant("", {"enabled": False}), TARGETS["h100"])
     assert lowered.arguments["optimizer"] == true
 
 
