@@ -11,13 +11,30 @@ its path if `mpx` is another package.
 """
 
 from ._hlo import (
-    ArrayType,
-    Instruction,
-    Module,
-    bodies_of,
-    bytes_of_shape,
-    frames_of,
-    parse,
+    ArrayType as ArrayType,
+    Instruction as Instruction,
+    Module as Module,
+    bodies_of as bodies_of,
+    bytes_of_shape as bytes_of_shape,
+    computations as computations,
+    frames_of as frames_of,
+    parse as parse,
+    runs as runs,
 )
-from ._kernels import Kernel, kernels_of, memory, messages
-from ._targets import CUDA_OPTIONS, TARGETS, Device, Roof, compile_only_devices
+from ._kernels import (
+    Kernel as Kernel,
+    kernels_of as kernels_of,
+    memory as memory,
+    messages as messages,
+    of_few_bits as of_few_bits,
+    roof_seconds as roof_seconds,
+    traffic as traffic,
+)
+from ._targets import (
+    CUDA_OPTIONS as CUDA_OPTIONS,
+    TARGETS as TARGETS,
+    Device as Device,
+    Roof as Roof,
+    compile_only_devices as compile_only_devices,
+    why_missing as why_missing,
+)

@@ -4,8 +4,8 @@ XLA prints a program in two states that matter here: as JAX *lowered* it (names 
 `%`, called computations, relative operation names) and *optimized* (fusions, custom
 calls, collectives, a schedule). One parser reads both.
 
-Nothing of mpx is imported: benchmarks load this file by its path, beside `_counter`,
-where `mpx` is another package of that name.
+Nothing of mpx is imported: benchmarks load this folder by its path, where `mpx` is
+another package of that name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)$")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)(\s.*->.*)?\s*\{$")
@@ -334,11 +332,6 @@ _INSIDE = {"while": "body", "call": "to_apply", "async-start": "calls"}
 # ----------------------------------------------------------------------------
 # A compiled program as `mpx.expect` reads it: its instructions and their lines.
 
-_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-# Where operations come from that no line of the user's wrote: the call of `lower`.
-_LOWERS = str(Path(__file__).with_name("_program.py"))
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -348,20 +341,18 @@ class Module:
         header: Its first line.
         entry: The name of the computation that runs.
         computations: Instructions by the name of the computation.
-        sources: `file:line` by the number of the stack frame.
+        text: All of it.
     """
 
     header: str
     entry: str
     computations: dict[str, list[Instruction]]
-    sources: dict[int, str]
+    text: str = dataclasses.field(repr=False)
 
-    def source(self, instruction: Instruction) -> str:
-        """The line of the user's code, or the empty text where it is not known."""
-        if instruction.frame:
-            return self.sources.get(instruction.frame, "")
-        source = _SOURCE.search(instruction.line)
-        return f"{source[1]}:{source[2]}" if source else ""
+    @functools.cached_property
+    def frames(self) -> dict[int, list[tuple[str, str, int]]]:
+        """File, function and line of each stack frame and its callers."""
+        return frames_of(self.text)
 
     @functools.cached_property
     def fusions(self) -> dict[str, Instruction]:
@@ -408,19 +399,5 @@ def parse(text: str) -> Module:
         header[0] if header else "",
         entries[-1],
         {name: body for name, _, body in every},
-        _sources(text),
+        text,
     )
-
-
-def _sources(text: str) -> dict[int, str]:
-    found = {number: _source(chain) for number, chain in frames_of(text).items()}
-    return {number: source for number, source in found.items() if source}
-
-
-def _source(chain: list[tuple[str, str, int]]) -> str:
-    """The innermost line that is not of mpx, which computes for whoever called it."""
-    lines = [(file, f"{file}:{line}") for file, _, line in chain if file]
-    is_outside = [file == _LOWERS for file, _ in lines] + [True]
-    lines = lines[: is_outside.index(True)]
-    others = [line for file, line in lines if not file.startswith(_OWN)]
-    return (others or [line for _, line in lines] or [""])[0]

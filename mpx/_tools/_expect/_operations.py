@@ -6,8 +6,10 @@
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -130,7 +132,7 @@ def products(module: Module) -> list[Operation]:
                 operands,
                 instruction.results,
                 _full_name(instruction, prefix),
-                module.source(instruction),
+                _source(module, instruction),
                 times,
                 2 * size * depth * times,
             )
@@ -285,6 +287,28 @@ def _everything(
             yield home, instruction, names
 
 
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
+
+
+def _source(module: Module, instruction: Instruction) -> str:
+    """`file:line` of the user's code, or the empty text where it is not known.
+
+    It is the innermost line that is not of mpx, which computes for its caller.
+    """
+    if not instruction.frame:
+        source = _SOURCE.search(instruction.line)
+        return f"{source[1]}:{source[2]}" if source else ""
+    lines = []
+    for file, _, line in module.frames.get(instruction.frame, ()):
+        if file == __file__:  # the call of `lower`: no line of the user's made it
+            break
+        if file:
+            lines.append((file, f"{file}:{line}"))
+    others = [line for file, line in lines if not file.startswith(_OWN)]
+    return (others or [line for _, line in lines] or [""])[0]
+
+
 def _operands(
     instruction: Instruction, names: dict[str, Instruction]
 ) -> tuple[ArrayType, ...]:
@@ -304,7 +328,7 @@ def _plain(
     if not instruction.op_name:
         named = module.fusions.get(home, instruction)
     return Operation(
-        kind, operands, instruction.results, named.op_name, module.source(named)
+        kind, operands, instruction.results, named.op_name, _source(module, named)
     )
 
 
