@@ -19,10 +19,23 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float32, Int16, PyTree, UInt32
 
+from .._base.dtypes import is_half
 from .._base.errors import describe
 from .._base.jax_compat import manual_axes, varying_axes
 from .._base.tree import Whole, is_float_leaf, path_text
 from .._quantize import hashed, mixed, places
+from .._settings import cast_leaf
+
+
+def is_half_leaf(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of float16 or bfloat16."""
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
+
+
+def widened(leaf: Any) -> Any:
+    """Casts arrays of float16 and bfloat16 to float32; returns others unchanged."""
+    return cast_leaf(leaf, np.dtype(np.float32)) if is_half_leaf(leaf) else leaf
+
 
 # ----------------------------------------------------------------------------
 # Arithmetic on the bits of float32 numbers: random rounding, upper and lower bits.

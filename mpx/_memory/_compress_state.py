@@ -18,11 +18,9 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe
 from .._base.jax_compat import manual_axes, varying_axes
 from .._base.tree import Guard, WeightsByPath, is_float_leaf, path_text
-from .._settings import cast_leaf
 from .._step import Transformation, refuse_optimizer, was_skipped
 from .._stored_weights import register_with_flax
 from ._codes import (
@@ -33,6 +31,7 @@ from ._codes import (
     first_step,
     layout_of,
     scales_of,
+    widened,
 )
 from ._intervals import Kind, kinds_of
 
@@ -162,11 +161,6 @@ def _widened_state(state: PyTree, weights: "Weights") -> PyTree:
         return widened(leaf) if weights.has_like(path, leaf) else leaf
 
     return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_array)
-
-
-def widened(leaf: Any) -> Any:
-    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
-    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
 
 
 def _is_array(node: object) -> bool:

@@ -26,7 +26,6 @@ Sharp edges:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,19 +34,25 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe
-from .._base.tree import is_float_leaf, path_text, select_tree
+from .._base.tree import path_text, select_tree
 from .._base.typing import AnyArray, BoolScalar
-from .._settings import cast_leaf
 from .._step import Transformation, refuse_optimizer, was_skipped
 from .._stored_weights import Range, StoredWeight, is_stored
+from ._codes import widened
 from ._small_weights import (
     CALL,
     NewWeight,
     SmallWeights,
     SmallWeightsState,
     full_weight,
+    has_master,
+    is_leaf,
+    map_weights,
+    moved,
+    refuse_masters,
+    refuse_no_weights,
+    values_of,
 )
 
 
@@ -164,10 +169,10 @@ def master_weights(
 
     def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
         given = params if masters is None else masters
-        _refuse_masters(params, given)
-        masters = _map(_master, params, given)
-        inner = optimizer.init(_full(masters, params))
-        return MasterWeightsState(masters, inner, _map(_range, masters, params))
+        refuse_masters(params, given)
+        masters = map_weights(_master, params, given)
+        inner = optimizer.init(_inner_weights(masters, params))
+        return MasterWeightsState(masters, inner, map_weights(_range, masters, params))
 
     def update(
         updates: PyTree,
@@ -176,24 +181,24 @@ def master_weights(
         **extra_args: PyTree,
     ) -> tuple[PyTree, MasterWeightsState]:
         _refuse_weights(state.masters, params)
-        masters = _map(_followed, state.masters, params, state.ranges)
+        masters = map_weights(_followed, state.masters, params, state.ranges)
         updates, inner = optimizer.update(
-            _map(_widened, updates),
+            map_weights(widened, updates),
             state.inner_state,
-            _full(masters, params),
+            _inner_weights(masters, params),
             **extra_args,
         )
-        moved = _map(_moved, masters, updates)
-        written = _map(_written, moved, updates, params, state.ranges)
+        new_masters = map_weights(moved, masters, updates)
+        written = map_weights(_written, new_masters, updates, params, state.ranges)
         # Of the masters before the step. What waits for those after it could not be in
         # the kernel that makes them.
-        ranges = _map(_range, masters, written)
+        ranges = map_weights(_range, masters, written)
         skipped = was_skipped(state.inner_state, inner)
         if skipped is not None:
-            written = _map(functools.partial(_kept, skipped), written, params)
+            written = map_weights(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
-        new = _map(_update, written, updates, params)
-        return new, MasterWeightsState(moved, inner, ranges)
+        new = map_weights(_update, written, updates, params)
+        return new, MasterWeightsState(new_masters, inner, ranges)
 
     return Transformation(init, update)
 
@@ -243,13 +248,13 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
     knows_weights = bool(masters) or any(map(_keeps_nothing, states))
 
     def full(path: KeyPath, leaf: Any) -> Any:
-        if not _has_master(leaf):
+        if not has_master(leaf):
             return leaf
         place = (*map(str, path),)
         master = masters.get(place)
         if master is None and knows_weights:
             if any(place[:n] in without for n in range(len(place) + 1)):
-                return leaf._full() if is_stored(leaf) else full_weight(leaf, None)
+                return full_weight(values_of(leaf), None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
                 "`mpx.full_weights(model, opt_state)` needs this model's state of "
@@ -279,41 +284,20 @@ def _is_empty(node: object) -> bool:
     return node is None or (isinstance(node, tuple) and not node)
 
 
-def _is_leaf(node: object) -> bool:
-    return node is None or is_stored(node)
-
-
-def _map(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=_is_leaf)
-
-
-def _is_half(leaf: Any) -> bool:
-    return is_float_leaf(leaf) and is_half(leaf.dtype)
-
-
-def _has_master(weight: object) -> bool:
-    return is_stored(weight) or _is_half(weight)
-
-
 def _master(weight: object, given: PyTree) -> Array | None:
-    if not _has_master(weight):
+    if not has_master(weight):
         return None
-    given = given._full() if is_stored(given) else given
     # A copy, so that the model and the state of its optimizer can both be donated.
-    return jnp.array(given, jnp.float32)
+    return jnp.array(values_of(given), jnp.float32)
 
 
-def _widened(gradient: PyTree) -> PyTree:
-    return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
-
-
-def _full(masters: PyTree, params: PyTree) -> PyTree:
+def _inner_weights(masters: PyTree, params: PyTree) -> PyTree:
     """What the inner optimizer sees as weights."""
 
     def choose(master: object, weight: object) -> PyTree:
         return weight if master is None or weight is None else master
 
-    return _map(choose, masters, params)
+    return map_weights(choose, masters, params)
 
 
 def _followed(master: Any, weight: Any, known: Range | None) -> Any:
@@ -333,12 +317,6 @@ def _followed(master: Any, weight: Any, known: Range | None) -> Any:
 
 def _bits(weight: AnyArray) -> Array:
     return jax.lax.bitcast_convert_type(weight, jnp.uint16)
-
-
-def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
-    if master is None or update is None:
-        return master
-    return (master + _widened(update)).astype(master.dtype)
 
 
 def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
@@ -364,37 +342,10 @@ def _update(written: Any, update: object, weight: Any) -> PyTree:
     return jax.tree.map(NewWeight, written, weight)
 
 
-def _refuse_masters(params: PyTree, masters: PyTree) -> None:
-    """Raises unless masters are weights of the same structure and shapes."""
-    structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"`masters` in `init` of {CALL} must have the structure of `params`; "
-            "got\n"
-            f"  params: {structures[0]}\n"
-            f"  masters: {structures[1]}"
-        )
-    leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
-    for (path, weight), given in zip(
-        jax.tree_util.tree_leaves_with_path(params, _is_leaf), leaves, strict=True
-    ):
-        is_float = is_stored(given) or is_float_leaf(given)
-        if _has_master(weight) and not (is_float and given.shape == weight.shape):
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
-                f"got {describe(given)} for "
-                f"{describe(weight)}{at_path(path_text(path))}."
-            )
-
-
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
     """Raises unless the weights are of the form that `init` saw."""
-    if params is None:
-        raise ValueError(
-            f"`update` of {CALL} needs the weights: "
-            "`optimizer.update(grads, state, params)`."
-        )
-    structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
+    refuse_no_weights(params)
+    structures = [jax.tree.structure(tree, is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
             f"`update` of {CALL} needs weights of the structure passed to `init`; "
@@ -404,15 +355,15 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
             "Make a state with `init(params)` of this model."
         )
     pairs = zip(
-        jax.tree_util.tree_leaves_with_path(params, _is_leaf),
-        jax.tree.leaves(masters, is_leaf=_is_leaf),
+        jax.tree_util.tree_leaves_with_path(params, is_leaf),
+        jax.tree.leaves(masters, is_leaf=is_leaf),
         strict=True,
     )
     for (path, weight), master in pairs:
         fits = (
-            not _has_master(weight)
+            not has_master(weight)
             if master is None
-            else _has_master(weight) and weight.shape == master.shape
+            else has_master(weight) and weight.shape == master.shape
         )
         if not fits and weight is not None:
             kept = "no master" if master is None else f"the master {describe(master)}"

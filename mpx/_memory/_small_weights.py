@@ -5,7 +5,8 @@ weight are 16 bits. With all of them the master is exact; with 8 of them, or non
 is left of it is rounded randomly, and its mean is exact.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import equinox as eqx
@@ -14,17 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32, PyTree, UInt32
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe, warn_user
 from .._base.jax_compat import varying_axes
 from .._base.tree import is_float_leaf, path_text, select_tree
-from .._settings import cast_leaf
 from .._step import was_skipped
 from .._stored_weights import is_stored
-from ._codes import Noise, bits_of, first_step, joined, round_randomly, split
+from ._codes import (
+    Noise,
+    bits_of,
+    first_step,
+    is_half_leaf,
+    joined,
+    round_randomly,
+    split,
+    widened,
+)
 
 # ----------------------------------------------------------------------------
 # An update that says what a weight becomes (`NewWeight`).
@@ -111,7 +118,80 @@ def _are_equal(one: Any, other: Any) -> bool:
     return a.tobytes() == b.tobytes()
 
 
-# ----------------------------------------------------------------------------
+# --- Trees of weights and masters -----------------------------------------------------
+
+
+def is_leaf(node: object) -> bool:
+    """Returns whether a node of a tree of weights is one weight, or None."""
+    return node is None or is_stored(node)
+
+
+def has_master(weight: object) -> bool:
+    """Returns whether a weight is narrower than float32, so that it has a master."""
+    return is_stored(weight) or is_half_leaf(weight)
+
+
+def map_weights(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    """Maps over weights; a stored weight is one leaf, and so is None."""
+    return jax.tree.map(function, *trees, is_leaf=is_leaf)
+
+
+def values_of(weight: Any) -> Any:
+    """Returns the values of a stored weight in float32, and others unchanged."""
+    return weight._full() if is_stored(weight) else weight
+
+
+def full_weight(weight: Any, low: Array | None) -> Any:
+    """A weight in float32, with what is kept beside it; others as they are."""
+    if not is_half_leaf(weight):
+        return weight
+    if low is None:
+        return jnp.asarray(weight, jnp.float32)
+    if low.dtype == np.int8:
+        low = low.astype(jnp.int16) << np.int16(8)
+    return joined(weight, low)
+
+
+def moved(master: Any, update: Any) -> Any:
+    """Returns a master after its update, in its dtype; unchanged if either is None."""
+    if master is None or update is None:
+        return master
+    return (master + widened(update)).astype(master.dtype)
+
+
+def refuse_masters(params: PyTree, masters: PyTree) -> None:
+    """Raises unless masters are weights of the same structure and shapes."""
+    structures = [jax.tree.structure(tree, is_leaf) for tree in (params, masters)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`masters` in `init` of {CALL} must have the structure of `params`; "
+            "got\n"
+            f"  params: {structures[0]}\n"
+            f"  masters: {structures[1]}"
+        )
+    leaves = jax.tree.leaves(masters, is_leaf=is_leaf)
+    for (path, weight), given in zip(
+        jax.tree_util.tree_leaves_with_path(params, is_leaf), leaves, strict=True
+    ):
+        is_float = is_stored(given) or is_float_leaf(given)
+        if has_master(weight) and not (is_float and given.shape == weight.shape):
+            raise ValueError(
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(given)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
+            )
+
+
+def refuse_no_weights(params: PyTree | None) -> None:
+    """Raises if an update got no weights."""
+    if params is None:
+        raise ValueError(
+            f"`update` of {CALL} needs the weights: "
+            "`optimizer.update(grads, state, params)`."
+        )
+
+
+# --- Low bits ------------------------------------------------------------------------
 
 Bits: TypeAlias = Literal[16, 8, 0]
 _DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
@@ -146,28 +226,22 @@ class SmallWeights:
     def init(self, params: PyTree, masters: PyTree | None = None) -> SmallWeightsState:
         """The state to start from; `masters` are the weights in float32, if known."""
         given = params if masters is None else masters
-        if _structure(params) != _structure(given):
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the structure of `params`; "
-                "got\n"
-                f"  params: {_structure(params)}\n"
-                f"  masters: {_structure(given)}"
-            )
-        low = _map(self._start, params, given)
+        refuse_masters(params, given)
+        low = map_weights(self._start, _paths(params), params, given)
         if not self._bits and masters is not None:
             self._warn_of_masters(params, masters)
         step = None if self._bits == 16 else first_step(given)
-        inner = self._optimizer.init(_map(_full, params, low))
+        inner = self._optimizer.init(map_weights(full_weight, params, low))
         return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
 
     def _warn_of_masters(self, params: PyTree, masters: PyTree) -> None:
-        def is_lost(_: KeyPath, weight: Any, master: Any) -> bool:
-            if not _is_half(weight):
+        def is_lost(weight: Any, master: Any) -> bool:
+            if not is_half_leaf(weight):
                 return False
-            is_other = jnp.asarray(weight, jnp.float32) != master
+            is_other = jnp.asarray(weight, jnp.float32) != values_of(master)
             return isinstance(is_other, Tracer) or bool(jnp.any(is_other))
 
-        if any(jax.tree.leaves(_map(is_lost, params, masters))):
+        if any(jax.tree.leaves(map_weights(is_lost, params, masters))):
             warn_user(
                 f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
                 "nothing is kept beside them, and what bfloat16 leaves out of "
@@ -175,24 +249,18 @@ class SmallWeights:
                 "`bits=16` all; without `masters` nothing is said."
             )
 
-    def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
+    def _start(self, path: str, weight: Any, master: Any) -> Array | None:
         """What is kept beside a weight whose master is known."""
-        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
+        is_float16 = is_half_leaf(weight) and weight.dtype != jnp.bfloat16
         if is_float16 or is_stored(weight):
             raise ValueError(
                 f"`bits={self._bits}` of {CALL} needs bfloat16 for weights below "
-                f"float32; got {describe(weight)}{at_path(path_text(path))}. Make it "
+                f"float32; got {describe(weight)}{at_path(path)}. Make it "
                 "bfloat16, or use float32 masters, `bits=32`."
             )
-        if not _is_half(weight):
+        if not is_half_leaf(weight):
             return None
-        if not is_float_leaf(master) or master.shape != weight.shape:
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
-                f"got {describe(master)} for "
-                f"{describe(weight)}{at_path(path_text(path))}."
-            )
-        return self._difference(weight, jnp.asarray(master, jnp.float32))
+        return self._difference(weight, jnp.asarray(values_of(master), jnp.float32))
 
     def update(
         self,
@@ -203,25 +271,22 @@ class SmallWeights:
     ) -> tuple[PyTree, SmallWeightsState]:
         """The new weights, as updates, and the new state."""
         low_bits = self._low_bits(state, params)
-        full = _map(_full, params, low_bits)
+        full = map_weights(full_weight, params, low_bits)
         updates, inner = self._optimizer.update(
-            jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
+            map_weights(widened, updates), state.inner_state, full, **extra_args
         )
         skipped = was_skipped(state.inner_state, inner)
         step = state.step
 
-        def write(
-            path: KeyPath, weight: Any, master: Any, update: Any, low: Any
-        ) -> Any:
-            if not _is_half(weight) or update is None:
+        def write(path: str, weight: Any, master: Any, update: Any, low: Any) -> Any:
+            if not is_half_leaf(weight) or update is None:
                 return _Written(update, low)
-            moved = (master + _widened(update)).astype(jnp.float32)
-            new, kept = self._split(moved, path, step)
+            new, kept = self._split(moved(master, update), path, step)
             if skipped is not None:
                 new, kept = select_tree(skipped, (weight, low), (new, kept))
             return _Written(NewWeight(new, weight), kept)
 
-        written = _map(write, params, full, updates, low_bits)
+        written = map_weights(write, _paths(params), params, full, updates, low_bits)
         if step is not None:
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
@@ -229,12 +294,11 @@ class SmallWeights:
         return pick(0), SmallWeightsState({_NAMES[self._bits]: pick(1)}, inner, step)
 
     def _split(
-        self, master: Float32[Array, "..."], path: KeyPath, step: Array | None
+        self, master: Float32[Array, "..."], path: str, step: Array | None
     ) -> tuple[Array, Array | None]:
         """The weight, and what is kept beside it."""
         if step is not None:
-            name = f"weight {path_text(path)}"
-            noise = Noise(step, name, varying_axes(master))
+            noise = Noise(step, f"weight {path}", varying_axes(master))
             master = round_randomly(master, 16 - self._bits, noise)
         weight, low = split(master)
         if self._bits == 16:
@@ -268,11 +332,7 @@ class SmallWeights:
                 f"`init`; got {describe(state)}. To start from another one: "
                 "`init(params, mpx.full_weights(params, other_state))`."
             )
-        if params is None:
-            raise ValueError(
-                f"`update` of {CALL} needs the weights: "
-                "`optimizer.update(grads, state, params)`."
-            )
+        refuse_no_weights(params)
         name, found = _NAMES[self._bits], state.low_bits
         if not isinstance(found, Mapping) or [*found] != [name]:
             kept = [*found] if isinstance(found, Mapping) else describe(found)
@@ -284,7 +344,8 @@ class SmallWeights:
                 f"`state._replace(low_bits={{{name!r}: state.low_bits}})`."
             )
         low_bits = found[name]
-        made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
+        start = functools.partial(map_weights, self._start, _paths(params))
+        made = jax.eval_shape(lambda p: start(p, p), params)
         wanted, found = (
             {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
             for leaves in map(jax.tree_util.tree_leaves_with_path, (made, low_bits))
@@ -301,21 +362,6 @@ class SmallWeights:
         return low_bits
 
 
-def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:
-    return full_weight(weight, low)
-
-
-def full_weight(weight: Any, low: Array | None) -> Any:
-    """A weight in float32, with what is kept beside it; others as they are."""
-    if not _is_half(weight):
-        return weight
-    if low is None:
-        return jnp.asarray(weight, jnp.float32)
-    if low.dtype == np.int8:
-        low = low.astype(jnp.int16) << np.int16(8)
-    return joined(weight, low)
-
-
 class _Written(NamedTuple):
     """What a step makes of a weight, and of what is kept beside it."""
 
@@ -327,21 +373,8 @@ def _is_written(node: object) -> bool:
     return isinstance(node, _Written)
 
 
-def _is_leaf(node: object) -> bool:
-    return node is None or is_stored(node)
-
-
-def _structure(tree: PyTree) -> Any:
-    return jax.tree.structure(tree, is_leaf=_is_leaf)
-
-
-def _map(function: Any, *trees: PyTree) -> PyTree:
-    return jax.tree_util.tree_map_with_path(function, *trees, is_leaf=_is_leaf)
-
-
-def _is_half(leaf: Any) -> bool:
-    return is_float_leaf(leaf) and is_half(leaf.dtype)
-
-
-def _widened(leaf: Any) -> Any:
-    return cast_leaf(leaf, np.dtype(np.float32)) if _is_half(leaf) else leaf
+def _paths(params: PyTree) -> PyTree:
+    """Returns a tree like the weights of their paths."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_text(path), params, is_leaf=is_leaf
+    )
