@@ -1,28 +1,28 @@
 r"""Master weights in the optimizer, for models whose own weights are half precision.
 
-The model holds $p$ (bfloat16, float16, or 8 bits, see
-`mpx.quantization.quantize_weights`), the optimizer's state holds the *masters* $m$
-(float32) next to its moments, and after every step
+The model stores $p$ (bfloat16, float16, or 8 bits, see
+`mpx.quantization.quantize_weights`), the optimizer's state stores the *masters* $m$
+(float32) beside its moments, and after every step
 
 $$p = \operatorname{round}(m)$$
 
-bit for bit (in 8 bits by the scale that stands beside them). That is harder than it
-looks, because an Optax transformation returns an *update* $u$ and others compute
-$p + u$. No array $u$ will do. Optax computes the sum in the promoted dtype and casts,
-Equinox does not cast, so a float32 update makes the model float32; and in half
-precision a sum cannot reach every number: from 1, all that bfloat16 can reach below
-$2^{-8}$ is zero. So an update is a `NewWeight`, an object of which `p + u` is the new
-weight, as it is.
+bit for bit (in 8 bits by their scale). No array $u$ can achieve that: an Optax
+transformation returns an *update* $u$, and its caller computes $p + u$. Optax computes
+the sum in the promoted dtype and casts; Equinox does not cast, so a float32 update
+makes the model float32. In half precision a sum does not reach every number: from 1,
+the only one that bfloat16 reaches below $2^{-8}$ is zero. So an update is a
+`NewWeight`, an object for which `p + u` returns the new weight unchanged.
 
 Sharp edges:
 
-- It is no array: put `master_weights` outermost (or last in a chain), and what changes
-  updates (clipping, schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it;
-  apply the updates in the function that computed them, not outside of its `jit`.
-- A weight that is not its rounded master was changed by somebody else, and that one is
-  right: the master starts anew from it. So a model that was loaded without its
-  optimizer's state, or a weight that was clipped, is never overwritten in silence.
-- The inner optimizer sees float32: masters, gradients, and moments made from them.
+- A `NewWeight` is not an array: put `master_weights` outermost (or last in a chain),
+  and transformations of updates (clipping, schedules, `mpx.skip_nonfinite`,
+  `optax.MultiSteps`) inside it. Apply the updates in the function that computed them,
+  not outside its `jit`.
+- A weight that differs from its rounded master was changed from outside, and takes
+  precedence: the master restarts from it. So a model that was loaded without its
+  optimizer's state, or a clipped weight, is never silently overwritten.
+- The inner optimizer gets float32: masters, gradients, and moments made from them.
 """
 
 import functools
@@ -60,11 +60,11 @@ class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 
     Attributes:
-        masters: Like the weights, in float32; None for weights that have no copy. For
-            all of the model see `full_weights`.
+        masters: Like the weights, in float32; None for weights without a master. For
+            the whole model see `full_weights`.
         inner_state: The state of the inner optimizer.
-        ranges: Of weights in 8 bits with one scale, what the next one is made of: two
-            numbers each. None elsewhere.
+        ranges: For each weight in 8 bits with one scale, the two numbers from which the
+            next scale is computed; None for other weights.
     """
 
     masters: PyTree
@@ -190,8 +190,8 @@ def master_weights(
         )
         new_masters = map_weights(moved, masters, updates)
         written = map_weights(_written, new_masters, updates, params, state.ranges)
-        # Of the masters before the step. What waits for those after it could not be in
-        # the kernel that makes them.
+        # From the masters before the step: ranges of those after it could not be
+        # computed in the kernel that computes them.
         ranges = map_weights(_range, masters, written)
         skipped = was_skipped(state.inner_state, inner)
         if skipped is not None:
@@ -268,7 +268,7 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _kept_by(state: Any) -> PyTree:
-    """Masters, or what stands for them, as a tree like the weights."""
+    """Returns the masters or low bits of a state, as a tree like the weights."""
     if isinstance(state, MasterWeightsState):
         return state.masters
     (kept,) = state.low_bits.values()
@@ -280,7 +280,7 @@ def _keeps_nothing(state: Any) -> bool:
 
 
 def _is_empty(node: object) -> bool:
-    """Whether a node stands for a weight without a master; Optax's is a tuple."""
+    """Returns whether a node, None or `optax.MaskedNode()`, replaces a master."""
     return node is None or (isinstance(node, tuple) and not node)
 
 
@@ -292,7 +292,7 @@ def _master(weight: object, given: PyTree) -> Array | None:
 
 
 def _inner_weights(masters: PyTree, params: PyTree) -> PyTree:
-    """What the inner optimizer sees as weights."""
+    """Returns the weights for the inner optimizer: masters, and weights without one."""
 
     def choose(master: object, weight: object) -> PyTree:
         return weight if master is None or weight is None else master
@@ -301,10 +301,10 @@ def _inner_weights(masters: PyTree, params: PyTree) -> PyTree:
 
 
 def _followed(master: Any, weight: Any, known: Range | None) -> Any:
-    """The master, or where the weight is not its rounding, the weight.
+    """Returns the master, and the weight where it is not the rounded master.
 
-    By bits: an integer comparison is exact, and XLA may drop a cast to half precision
-    and back, but not one whose bits are read.
+    It compares bits: that is exact, and XLA may remove a cast to half precision and
+    back, but not one whose bits are read.
     """
     if master is None or weight is None:
         return master
@@ -320,7 +320,10 @@ def _bits(weight: AnyArray) -> Array:
 
 
 def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
-    """The weight of a master; as it was where nothing updates it, None without one."""
+    """Returns the weight of a master; None if it has no master or no update.
+
+    A stored weight without an update is returned unchanged.
+    """
     if master is None or update is None or weight is None:
         return weight if is_stored(weight) else None
     if isinstance(weight, StoredWeight):
@@ -343,7 +346,7 @@ def _update(written: Any, update: object, weight: Any) -> PyTree:
 
 
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
-    """Raises unless the weights are of the form that `init` saw."""
+    """Raises unless the weights have the structure, shapes and dtypes of `init`'s."""
     refuse_no_weights(params)
     structures = [jax.tree.structure(tree, is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:

@@ -1,8 +1,9 @@
 r"""bfloat16 weights with 16, 8 or no bits beside them, which move as float32 ones.
 
-A bfloat16 is the upper half of a float32. So what a float32 master knows beyond its
-weight are 16 bits. With all of them the master is exact; with 8 of them, or none, what
-is left of it is rounded randomly, and its mean is exact.
+A bfloat16 is the upper half of a float32, so a float32 master has 16 bits more than its
+weight, the *low bits*. With all 16 the master is exact; with 8 or none it is rounded
+randomly, and its mean is exact. What float32 masters share is here, too: `NewWeight`,
+an update that contains the new weight, and functions of trees of weights.
 """
 
 import functools
@@ -33,11 +34,10 @@ from ._codes import (
     widened,
 )
 
-# ----------------------------------------------------------------------------
-# An update that says what a weight becomes (`NewWeight`).
+# --- NewWeight ------------------------------------------------------------------------
 #
-# Optax transformations return what is to be added to a weight. What is rounded by its
-# own rules, or kept in two parts, cannot be reached by adding an array.
+# Optax transformations return an array to add to a weight. No such array can give a
+# weight that is rounded by rules of its own or stored in two parts.
 
 CALL = "`mpx.master_weights(optimizer)`"
 _INSIDE = (
@@ -48,14 +48,14 @@ _INSIDE = (
 
 
 class NewWeight:
-    """An update that says what a weight becomes: `weight + update` is that.
+    """An update that contains the new weight: `weight + update` returns it.
 
     Args:
         value: The new weight.
-        weight: The weight that it was computed for, and is applied to.
+        weight: The weight that it was computed for and must be added to.
     """
 
-    # numpy leaves the sum to us, too.
+    # numpy leaves the sum to this class, too.
     __array_ufunc__ = None
     __slots__ = ("_weight", "value")
 
@@ -79,7 +79,7 @@ class NewWeight:
         return self._applied_to(weight)
 
     def __repr__(self) -> str:
-        # JAX's errors show it.
+        # JAX prints it in errors.
         return f"NewWeight({describe(self.value)}: {_INSIDE})"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -106,11 +106,11 @@ class NewWeight:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two arrays are known to be the same to the bit."""
+    """Returns whether two arrays are known to be bit-identical."""
     arrays = one, other
     if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
         return False
-    if not all(x.is_fully_addressable for x in arrays):  # parts are elsewhere
+    if not all(x.is_fully_addressable for x in arrays):  # parts on other processes
         return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -142,7 +142,10 @@ def values_of(weight: Any) -> Any:
 
 
 def full_weight(weight: Any, low: Array | None) -> Any:
-    """A weight in float32, with what is kept beside it; others as they are."""
+    """Returns a half-precision weight in float32, with its low bits if it has any.
+
+    Other weights are returned unchanged.
+    """
     if not is_half_leaf(weight):
         return weight
     if low is None:
@@ -160,7 +163,7 @@ def moved(master: Any, update: Any) -> Any:
 
 
 def refuse_masters(params: PyTree, masters: PyTree) -> None:
-    """Raises unless masters are weights of the same structure and shapes."""
+    """Raises unless masters have the structure and shapes of the weights."""
     structures = [jax.tree.structure(tree, is_leaf) for tree in (params, masters)]
     if structures[0] != structures[1]:
         raise ValueError(
@@ -195,8 +198,8 @@ def refuse_no_weights(params: PyTree | None) -> None:
 
 Bits: TypeAlias = Literal[16, 8, 0]
 _DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
-# Of low bits in a state. What is restored by a template, which casts them, has the
-# names of the template, or does not fit it.
+# Names of low bits in a state. A template may cast a restored array, but with other
+# bits it has another name, and does not fit.
 _NAMES = {16: "int16", 8: "int8", 0: "none"}
 
 
@@ -204,9 +207,9 @@ class SmallWeightsState(NamedTuple):
     """The state of `master_weights` with `bits` below 32.
 
     Attributes:
-        low_bits: One tree like the weights, by the name of what is kept: `"int16"`,
-            `"int8"` or `"none"`. Its leaves are what bfloat16 leaves out of each
-            weight; None where nothing is kept. For float32 weights see `full_weights`.
+        low_bits: One tree like the weights, by the dtype of its leaves: `"int16"`,
+            `"int8"` or `"none"`. A leaf has the bits that bfloat16 omits from a weight;
+            None where nothing is kept. For float32 weights see `full_weights`.
         inner_state: The state of the inner optimizer.
         step: The number of the next step that draws noise, counted from a hash of the
             weights; None with 16 bits, which draw none.
@@ -224,7 +227,7 @@ class SmallWeights:
         self._optimizer, self._bits = optimizer, bits
 
     def init(self, params: PyTree, masters: PyTree | None = None) -> SmallWeightsState:
-        """The state to start from; `masters` are the weights in float32, if known."""
+        """Returns the first state; `masters` are the weights in float32, if known."""
         given = params if masters is None else masters
         refuse_masters(params, given)
         low = map_weights(self._start, _paths(params), params, given)
@@ -250,7 +253,7 @@ class SmallWeights:
             )
 
     def _start(self, path: str, weight: Any, master: Any) -> Array | None:
-        """What is kept beside a weight whose master is known."""
+        """Returns the low bits of a weight with this master, None if it has none."""
         is_float16 = is_half_leaf(weight) and weight.dtype != jnp.bfloat16
         if is_float16 or is_stored(weight):
             raise ValueError(
@@ -269,7 +272,7 @@ class SmallWeights:
         params: PyTree | None = None,
         **extra_args: PyTree,
     ) -> tuple[PyTree, SmallWeightsState]:
-        """The new weights, as updates, and the new state."""
+        """Returns the new weights, as updates, and the new state."""
         low_bits = self._low_bits(state, params)
         full = map_weights(full_weight, params, low_bits)
         updates, inner = self._optimizer.update(
@@ -296,7 +299,7 @@ class SmallWeights:
     def _split(
         self, master: Float32[Array, "..."], path: str, step: Array | None
     ) -> tuple[Array, Array | None]:
-        """The weight, and what is kept beside it."""
+        """Returns the weight and the low bits of a master."""
         if step is not None:
             noise = Noise(step, f"weight {path}", varying_axes(master))
             master = round_randomly(master, 16 - self._bits, noise)
@@ -306,11 +309,11 @@ class SmallWeights:
         return weight, (low >> np.int16(8)).astype(jnp.int8) if self._bits else None
 
     def _difference(self, weight: Array, master: Float32[Array, "..."]) -> Array | None:
-        """What is kept beside a given weight; nothing where it is not the nearest."""
+        """Returns the low bits; zero where the weight is not the master's nearest."""
         if not self._bits:
             return None
         shift = 16 - self._bits
-        # To the nearest; what is kept of 16 bits is exact.
+        # 8 bits are rounded to the nearest; 16 are exact.
         rest = bits_of(master) + np.uint32((1 << shift) >> 1)
         rest = rest - bits_of(jnp.asarray(weight, jnp.float32))
         rest = lax.bitcast_convert_type(rest, jnp.int32) >> np.int32(shift)
@@ -320,11 +323,11 @@ class SmallWeights:
         return kept.astype(_DTYPES[self._bits])
 
     def _low_bits(self, state: Any, params: PyTree | None) -> PyTree:
-        """What is kept beside weights, of the form that `init` made for them.
+        """Returns the low bits of a state, checked to be those of these weights.
 
         Raises:
             TypeError: The state is that of another transformation.
-            ValueError: Or of other bits or other weights.
+            ValueError: The state is that of other bits or other weights.
         """
         if not isinstance(state, SmallWeightsState):
             raise TypeError(
@@ -363,7 +366,7 @@ class SmallWeights:
 
 
 class _Written(NamedTuple):
-    """What a step makes of a weight, and of what is kept beside it."""
+    """A step's update of a weight, and the new low bits beside it."""
 
     update: Any
     low: Any
