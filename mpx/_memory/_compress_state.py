@@ -207,7 +207,7 @@ def compress_state(
     An array of the state is compressed if it is like a weight (its path ends with that
     of a weight, and it has its shape) and has 4,096 numbers or more. It is divided into
     blocks of up to 128 numbers along the last axis, each with its largest magnitude $s$
-    in float32. An integer $k$ stands for
+    in float32. An integer $k$ encodes
 
     $$\pm s (k / L)^2 \quad\text{(signed)}, \qquad
         s (k / L)^4 \quad\text{(never negative)}$$

@@ -7,8 +7,8 @@ the narrowest that `init` satisfies first. Bounds that an update breaks are wide
 until all hold together.
 
 An array *accumulates* if each update keeps most of it and adds to that: the squares of
-Adagrad, an average whose factor is near 1. What is added is much less than the distance
-of two codes in 8 bits, so the array would mostly be rounding noise. It gets 16 bits.
+Adagrad, an average whose factor is near 1. Each addition is much smaller than the
+distance of two 8-bit codes, so the array would mostly be noise. It gets 16 bits.
 
 An array that is computed from the weights in `init` is a *copy*, not a moment: a
 master, the slow weights of an average. A step changes it by less than few bits resolve.
@@ -47,7 +47,7 @@ from .._program import Flow, aval_of, propagate
 # added to it (`origin`), and the `factor` by which it was multiplied.
 
 _INF = math.inf
-# Origins that are no array: a constant, which is joined with any origin; and a computed
+# Origins other than inputs: a constant, which joins with any origin; and a computed
 # value, whose origin is unknown.
 CONSTANT, COMPUTED = -1, -2
 
