@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._base.jax_compat import open_jaxpr
-from .._program import Flow, aval_of, propagate
+from .._program import Flow, aval_of, propagate, properties
 
 # --- Bounds ---------------------------------------------------------------------------
 #
@@ -130,17 +130,17 @@ class Intervals(Flow[Bounds]):
         """Returns the bounds of an operation's results."""
         name = equation.primitive.name
         is_copy = any(fact.is_copy for fact in facts)
-        if name in _SAME:
-            number = len(equation.outvars)
-            found = [*facts[:number]] if len(facts) > 1 else [facts[0]] * number
-            if name not in _IN_PLACE:
-                found = [_elsewhere(fact) for fact in found]
-        elif name in _RULES:
+        if name in _RULES:
             low, high = _RULES[name](equation, *facts)
             if name not in _EXACT:
                 low, high = _rounded(low, high)
             fact = Bounds(low, high, *_origin(name, equation, facts))
             found = [_with_forms(fact, name, equation, facts)]
+        elif name in _SAME or properties(name).moves:
+            number = len(equation.outvars)
+            found = [*facts[:number]] if len(facts) > 1 else [facts[0]] * number
+            if name not in _IN_PLACE:
+                found = [_elsewhere(fact) for fact in found]
         else:
             found = []
         if len(found) != len(equation.outvars):
@@ -164,20 +164,20 @@ class Intervals(Flow[Bounds]):
 
 
 _LEVELS = (-_INF, -1.0, 0.0, 1.0, _INF)
-# The results contain only numbers of the first operand; with several results, each
-# contains those of its own operand.
+# Like operations that move numbers: results contain only numbers of the first operand,
+# or each those of its own.
 _SAME = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice "
-    "copy copy_p convert_element_type reduce_precision optimization_barrier "
-    "sharding_constraint reshard pvary pcast device_put reduce_max reduce_min sort "
-    "cummax cummin all_gather pmax pmin ppermute split".split()
+    "convert_element_type reduce_precision pcast reduce_max reduce_min sort cummax "
+    "cummin pmax pmin".split()
 )
 _IN_PLACE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims copy copy_p convert_element_type "
     "optimization_barrier sharding_constraint reshard pvary pcast device_put".split()
 )
 # Operations that do not round.
-_EXACT = frozenset("max min clamp select_n concatenate pad gather neg abs".split())
+_EXACT = frozenset(
+    "max min clamp select_n concatenate pad gather ppermute neg abs".split()
+)
 # Operations whose result keeps the origin of a term.
 _ADDITIVE = frozenset(["add", "add_any", "sub"])
 
@@ -368,8 +368,11 @@ _RULES: dict[str, Rule] = {
     ),
     "select_n": lambda _, which, *cases: _either(*cases),
     **dict.fromkeys(["concatenate", "pad"], lambda _, *cases: _either(*cases)),
-    # Indices out of bounds may give 0.
-    "gather": lambda _, a, where: (min(a.low, 0.0), max(a.high, 0.0)),
+    # Indices out of bounds may give 0, and devices without a source get 0.
+    **dict.fromkeys(
+        ["gather", "ppermute"],
+        lambda _, a, *_where: (min(a.low, 0.0), max(a.high, 0.0)),
+    ),
     "dynamic_update_slice": lambda _, a, b, *where: _either(a, b),
     **dict.fromkeys(["reduce_sum", "cumsum", "psum"], lambda _, a: _sign(a)),
     "dot_general": lambda _, a, b: _sign(Bounds(*_product(a, b))),
