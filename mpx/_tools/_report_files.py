@@ -31,7 +31,7 @@ def document(package: str, title: str, **parts: str) -> str:
         package: Has the folder `page`, in which `page.css` is the style and `page.html`
             the body, with `$title` and a `$name` for each of the parts.
         title: The title, as text.
-        **parts: What stands in the body, as HTML.
+        **parts: The contents of the body, as HTML.
     """
     files = importlib.resources.files(package) / "page"
     style, body = (

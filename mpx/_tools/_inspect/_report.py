@@ -13,7 +13,7 @@ LOW = "low"
 QUANTIZES = "quantize"
 """The rule of the operations that quantize their operands."""
 PART = "part"
-"""The rule of what stands between the products of an operation of mpx's own."""
+"""The rule of the steps between the matmuls of an operation of mpx itself."""
 
 
 @dataclasses.dataclass(frozen=True)
