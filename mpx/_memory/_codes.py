@@ -187,6 +187,7 @@ def joined(weight: Array, low: Int16[Array, "..."]) -> Float32[Array, "..."]:
 # - NaN, an infinity, or a negative number in an unsigned code makes the block NaN: its
 #   scale is NaN, which checks for NaN detect.
 
+# unsure: no training compared lengths of blocks
 LONGEST_BLOCK = 128
 # The scale of a shorter block would cost over an eighth of a byte per number.
 _SHORTEST_BLOCK = 32

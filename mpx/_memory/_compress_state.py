@@ -44,6 +44,7 @@ from ._intervals import Kind, kinds_of
 
 CALL = "`mpx.compress_state(optimizer)`"
 # At most this many parts of the weights are tried as the form of gradients.
+# unsure: a limit on time; an optimizer of a fifth part of a model is refused
 _PARTS = 4
 
 

@@ -32,6 +32,7 @@ from ._codes import CompressedArray
 
 _CALL = "`mpx.init_optimizer`"
 # Counts, random keys, and Adafactor's placeholders for arrays that it does not need.
+# unsure: fits Optax's optimizers; a larger array of factors needs `otherwise=`
 _FEW = 16
 
 

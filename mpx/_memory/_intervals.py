@@ -392,6 +392,8 @@ _RULES: dict[str, Rule] = {
 _UNIT, _POSITIVE, _ANY = Bounds(0.0, 1.0), Bounds(0.0), Bounds()
 # 8 bits can follow an average with Adam's factor 0.999, but not with AdEMAMix' 0.9999:
 # docs/guides/state.md lists their noise.
+# unsure: between 0.999, which works, and 0.9999, which does not; nothing between was
+# trained
 _MOST = 0.9995
 
 

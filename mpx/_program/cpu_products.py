@@ -108,6 +108,7 @@ def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
 Multiply = Callable[[Array, Array, DimensionNumbers], Array]
 
 # The most matmuls that a convolution may become, and their least sizes.
+# unsure: six shapes on one shared Xeon; the limits are between them (64 lost, 256 won)
 _MOST_PRODUCTS = 9
 _LEAST_FEATURES = 128  # of a window that overlaps the next
 _LEAST_SIDE = 64  # of a weight's gradient

@@ -32,6 +32,7 @@ from .primitives import PrimitiveClass, properties
 OTHERS = "for other platforms"
 """The role of a branch for all platforms without a separate one."""
 
+# unsure: in place of any unknown length; decisions by size may differ at the real one
 MANY = 4096
 """The assumed size of a symbolic dimension, such as that of an exported batch."""
 
@@ -159,6 +160,7 @@ def is_multiplication(equation: JaxprEqn) -> bool:
 
 # Up to this many gradients are summed in half precision: a norm feeds three matmuls,
 # and four 3 by 3 windows at stride two overlap. A sum of eight equal ones is 2 % off.
+# unsure: 4 and 8 were compared, 5 to 7 were not
 FEW_USES = 4
 
 

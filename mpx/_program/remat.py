@@ -55,6 +55,8 @@ from .primitives import Saves, properties
 
 # The compiler makes one kernel of attention's softmax and its derivative. Attention's
 # rows are shorter than this.
+# unsure: separates rows of attention from vocabularies by length; rows of long contexts
+# are longer
 _WIDE = 4096
 
 
@@ -284,15 +286,21 @@ def may_keep(equation: JaxprEqn) -> bool:
 Stored = Sequence[np.dtype | None]
 
 # Each sum of a norm has at least this many terms.
+# unsure: no program with sums of 8 to 64 numbers was compared
 _FEW = 16
 # Operations on the sums in a norm and its derivative: means, roots, slopes.
 _OF_SUMS = frozenset("div rsqrt sqrt".split())
 _SOFTMAX = frozenset(("reduce_max", "exp"))
 # Recomputing must save at least a quarter of the residuals' bytes.
+# unsure: a round number; `python -m benchmarks whole-steps` with 0.5 and 0.9 would
+# decide
 _WORTH = 0.75
 # A norm has thirty operations. More than this many run in many kernels.
+# unsure: between a norm (30) and an associative scan (hundreds); nothing between was
+# measured
 _LONG = 50
 # Recomputing more operations than this would double an expensive computation.
+# unsure: a round number; recomputing longer regions was never timed
 _MANY = 300
 
 

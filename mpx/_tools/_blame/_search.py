@@ -304,6 +304,8 @@ def _is_handed_on(step: Node) -> bool:
 # --- Search ---------------------------------------------------------------------------
 
 # A program of fewer operations is one region.
+# unsure: budgets of time; the corpus of tests/tools/blame needs no more, larger models
+# may
 _FEW = 40
 # The most operations that are tried one by one, and the most causes that are reported.
 _TRIED = 16

@@ -99,6 +99,8 @@ def _read() -> dict[str, Device]:
         own: dict[str, str] = {key: one["source"] for key in ("peaks", *numbers)}
         sources = origins | own
         if is_tpu:
+            # unsure: no TPU was measured; its kernels are taken to start in no time,
+            # its shares are a GPU's
             roof = dataclasses.replace(roof, start=(0.0, 0.0))
             sources = {key: f"as a GPU: {x}" for key, x in origins.items()} | own
         limits = _LIMITS | one | {"bandwidth": int(one["bandwidth"])}

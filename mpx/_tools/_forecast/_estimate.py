@@ -56,6 +56,7 @@ _MATMUL = "matmul, {} bits"
 ATTENTION, CONVOLUTION, COLLECTIVE = "attention", "convolution", "collective"
 QUANTIZING, OPTIMIZER, ELEMENTWISE = "quantizing", "optimizer", "elementwise"
 _COLLECTIVES = ("all-", "reduce-scatter", "collective", "ragged-all", "send", "recv")
+# unsure: a kernel with so few results is taken for an amax by its size
 _SCALARS = 4096
 
 Frames = Sequence[tuple[str, str, int]]
@@ -140,6 +141,7 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
         moving, multiplying = _moving_and_multiplying(kernel, roof, 0)
         by_memory += each * (moving >= multiplying)
     if wire:
+        # unsure: the middle of "hidden" and "on top"; no overlap was measured
         by_kind[COLLECTIVE] += wire / 2
     total = sum(by_kind.values()) or 1.0
     order = sorted(by_kind, key=by_kind.__getitem__, reverse=True)
