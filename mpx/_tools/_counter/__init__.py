@@ -23,6 +23,7 @@ from ._hlo import (
 )
 from ._kernels import (
     Kernel as Kernel,
+    Message as Message,
     kernels_of as kernels_of,
     memory as memory,
     messages as messages,
