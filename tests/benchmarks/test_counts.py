@@ -39,7 +39,7 @@ def test_bytes_of_shape(text, size):
 
 
 def test_unknown_type_is_an_error():
-    with pytest.raises(ValueError, match=r"must be a known HLO type; got 'q7'"):
+    with pytest.raises(ValueError, match=r"must have known HLO types; got 'q7'"):
         counter.bytes_of_shape("q7[3]")
 
 
@@ -151,7 +151,7 @@ def test_a_compiled_loop_counts_its_trips():
 
 
 def test_module_without_entry_is_an_error():
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
         counts.operand_and_result_bytes("nothing here")
 
 

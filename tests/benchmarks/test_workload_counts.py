@@ -71,7 +71,7 @@ def test_kernels_and_roof_of_a_program_by_hand():
 
 
 def test_a_program_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
         kernels.kernels_of("HloModule empty")
 
 

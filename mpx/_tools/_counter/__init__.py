@@ -5,18 +5,18 @@ load this folder by its path where `mpx` is another package of that name.
 """
 
 from ._hlo import (
+    COLLECTIVES as COLLECTIVES,
+    RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,
     ArrayType as ArrayType,
     Instruction as Instruction,
     Module as Module,
-    bodies_of as bodies_of,
     bytes_of_shape as bytes_of_shape,
     computations as computations,
-    frames_of as frames_of,
     parse as parse,
-    runs as runs,
 )
 from ._kernels import (
     Kernel as Kernel,
+    Message as Message,
     kernels_of as kernels_of,
     memory as memory,
     messages as messages,
