@@ -114,7 +114,7 @@ def test_json_round_trip():
     found = report(HALF, FEW)
     assert Forecast.from_json(found.to_json()) == found
     data = json.loads(found.to_json())
-    for wrong in ({}, data | {"version": 0}, data | {"format": "mpx report"}):
+    for wrong in ([], {}, data | {"version": 0}, data | {"format": "mpx report"}):
         with pytest.raises(ValueError, match="that this version of mpx wrote"):
             Forecast.from_json(json.dumps(wrong))
 
