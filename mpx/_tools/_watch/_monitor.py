@@ -21,6 +21,7 @@ from ..._program import (
     Tagged,
     divide,
     is_array_or_type,
+    is_matmul,
     is_multiplication,
     probed,
 )
@@ -38,7 +39,7 @@ from ._statistics import (
     sampled,
     tensor_statistics,
 )
-from ._trace import Source, SourceProbe, is_product, phase_of, where
+from ._trace import Source, SourceProbe, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -354,7 +355,7 @@ class _Counts(SourceProbe):
         results: Sequence[Tagged],
     ) -> Records:
         """The counts of the operands of a product that are not counted yet."""
-        if not is_product(equation) or is_multiplication(equation):
+        if not is_matmul(equation) or is_multiplication(equation):
             return {}
         pair = operands[:2]
         layer = next((v.tag.path for v in pair if v.tag.path), "")

@@ -13,13 +13,13 @@ from jax.extend.core import JaxprEqn
 
 from ..._base.typing import AnyArray, Shape
 from ..._program import (
-    Flops,
     Location,
     PrimitiveClass,
     Probe,
     Tagged,
     aval_of,
     count,
+    is_matmul,
     properties,
     scopes,
 )
@@ -100,7 +100,7 @@ class SourceProbe(Probe):
             is_constant=followed is not None or not operands,
             is_aside=is_low and _is_aside(equation, arrays),
             is_again=phase == "recompute",
-            is_made=is_product(equation),
+            is_made=is_matmul(equation),
         )
         return [
             dataclasses.replace(made, key=next(self._numbers)) for _ in range(results)
@@ -180,16 +180,10 @@ def _is_float(array: AnyArray) -> bool:
 
 def quantizes(equation: JaxprEqn, place: Location) -> bool:
     """Whether a recipe quantizes an operand of a product here."""
-    if is_product(equation):
+    if is_matmul(equation):
         return False
     note = innermost_note((*place.scopes, *scopes(equation)))
     return note is not None and note.precision == Precision.LOW.value
-
-
-def is_product(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product, with scales or not, or a convolution."""
-    known = properties(equation.primitive.name)
-    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
 
 
 def phase_of(equation: JaxprEqn, place: Location) -> str:
