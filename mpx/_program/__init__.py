@@ -31,6 +31,7 @@ from .equations import (
     distinct_equations,
     is_along_vmap,
     is_inexact,
+    is_matmul,
     is_multiplication,
     lengths,
     only_picks,

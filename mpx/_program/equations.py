@@ -27,7 +27,7 @@ from .._base.jax_compat import (
     shard_map_axes,
 )
 from .._base.typing import AnyArray, Atom, Aval, Program
-from .primitives import PrimitiveClass, properties
+from .primitives import Flops, PrimitiveClass, properties
 
 OTHERS = "for other platforms"
 """The role of a branch for all platforms without a separate one."""
@@ -147,6 +147,15 @@ def summed_numbers(equation: JaxprEqn) -> int:
 def _count_at(atom: Atom, axes: Iterable[int]) -> int:
     shape = aval_of(atom).shape
     return count(shape[axis] for axis in axes)
+
+
+def is_matmul(equation: JaxprEqn) -> bool:
+    """Returns whether it is a matmul, a convolution or attention in one kernel.
+
+    Products of blocks with scales are among them, which autocast does not look into.
+    """
+    known = properties(equation.primitive.name)
+    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
 
 
 def is_multiplication(equation: JaxprEqn) -> bool:

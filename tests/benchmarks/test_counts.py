@@ -38,7 +38,10 @@ def shaped(*shape, dtype=np.float32):
 )
 def test_bytes_of_shape(text, size):
     assert counter.bytes_of_shape(text) == size
-    with pytest.raises(ValueError, match=r"must be a known HLO type; got 'q7'"):
+
+
+def test_unknown_type_is_an_error():
+    with pytest.raises(ValueError, match=r"must have known HLO types; got 'q7'"):
         counter.bytes_of_shape("q7[3]")
 
 
@@ -133,6 +136,11 @@ def test_a_compiled_loop_counts_its_trips():
     # Each trip reads two matrices and writes one, and reads and writes for tanh.
     trip = 5 * 64 * 64 * FLOAT
     assert abs(program(10) - program(5) - 5 * trip) < 5 * 100
+
+
+def test_module_without_entry_is_an_error():
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
+        counts.operand_and_result_bytes("nothing here")
 
 
 def test_fingerprint_sees_the_program_and_not_its_place():

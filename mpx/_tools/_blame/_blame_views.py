@@ -2,15 +2,13 @@
 
 import dataclasses
 import html
-import json
-import math
 import os
 import textwrap
 from typing import Any
 
 from ..._settings import Rule
 from .._inspect import share_text, short_type
-from .._report_files import document, framed, save_as
+from .._report_files import document, framed, save_as, to_json
 from ._blame_report import Content, Culprit, Range, Verdict
 
 # --- Text, in 100 columns -------------------------------------------------------------
@@ -210,12 +208,9 @@ class BlameReport(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, with null for non-finite numbers."""
-        data = {"format": "mpx blame", "version": 1} | dataclasses.asdict(self)
-        data |= {
-            "verdict": self.verdict.value,
-            "rule": None if self.rule is None else rule_text(self.rule),
-        }
-        return json.dumps(_plain(data), indent=1)
+        rule = None if self.rule is None else rule_text(self.rule)
+        verdict = self.verdict.value
+        return to_json(self, "mpx blame", 1, verdict=verdict, rule=rule)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -240,12 +235,3 @@ class BlameReport(Content):
     def _repr_html_(self) -> str:
         """Returns the page in a frame, for notebooks."""
         return framed(page(self), self.name, height=480)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a tree as JSON values: lists, and None for non-finite numbers."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

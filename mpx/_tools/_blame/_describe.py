@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..._program import PrimitiveClass, properties, scopes, user_frame
+from ..._program import PrimitiveClass, is_matmul, properties, scopes, user_frame
 from .._inspect import function_path, innermost_note, line_text, phase, scope_path
 from ._blame_report import Culprit, Range, is_number
 from ._graph import Graph, Node, Scope, is_same_numbers
@@ -348,7 +348,6 @@ def _domain(step: Node, operands: Sequence[Range], made: Sequence[Range]) -> str
     is_negative = bool(operands) and operands[0].least < 0
     if step.primitive in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and is_negative:
         return f"of a negative number, {operands[0].least:.3g}"
-    is_product = properties(step.primitive).is_quantizable
-    if is_product and made and not any(o.bad for o in operands):
+    if is_matmul(step.equation) and made and not any(o.bad for o in operands):
         return "the matmul or its sum overflows"
     return ""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from ..._base.dtypes import full_precision_of
-from ..._program import PrimitiveClass, properties, reachable
+from ..._program import PrimitiveClass, is_matmul, properties, reachable
 from ._blame_report import Range, is_number, range_of
 from ._graph import Graph, Index, Instance, Node, Scope, is_same_numbers
 from ._record import Runs, Seen, is_measured
@@ -435,7 +435,7 @@ class Search:
         inspected. Both need more memory than the step (a GPT of 4 layers: 142 MB, not
         136).
         """
-        products = [step for step in self.graph.steps if _is_product(step)]
+        products = [step for step in self.graph.steps if is_matmul(step.equation)]
         lead_on = self.graph.reaching(v for step in products for v in step.operands)
         return [step for step in products if not lead_on.isdisjoint(step.results)]
 
@@ -541,7 +541,3 @@ class Search:
             {v: float(size[-1]) for v, size in sizes.items()},
             begin.meant_by(step, index),
         )
-
-
-def _is_product(step: Node) -> bool:
-    return properties(step.primitive).kind is PrimitiveClass.HALF

@@ -11,15 +11,14 @@ its path if `mpx` is another package.
 """
 
 from ._hlo import (
+    COLLECTIVES as COLLECTIVES,
+    RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,
     ArrayType as ArrayType,
     Instruction as Instruction,
     Module as Module,
-    bodies_of as bodies_of,
     bytes_of_shape as bytes_of_shape,
     computations as computations,
-    frames_of as frames_of,
     parse as parse,
-    runs as runs,
 )
 from ._kernels import (
     Kernel as Kernel,

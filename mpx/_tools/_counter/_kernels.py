@@ -20,19 +20,19 @@ arrays as a whole. The two must not be compared.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from ._hlo import (
-    ARRAY,
+    RESULT_HOLDS_OPERANDS,
     Instruction,
-    bits_of,
-    bodies_of,
+    Module,
+    arrays_of,
     bytes_of_shape,
-    is_on_chip,
-    runs,
+    parse,
 )
 from ._targets import Roof
 
@@ -111,7 +111,9 @@ def kernels_of(text: str) -> list[Kernel]:
     Of a conditional, the largest branch counts. Bytes are those of the main memory:
     arrays that a TPU's compiler has placed on the chip do not count.
     """
-    return _Program(text).kernels()
+    module = parse(text)
+    size = functools.partial(_bytes, module)
+    return [_kernel(module, *run) for run in module.kernels(size)]
 
 
 # Library calls have their working memory as a further result.
@@ -122,75 +124,62 @@ _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
 
 
-class _Program:
-    def __init__(self, text: str):
-        self.bodies, self.entry = bodies_of(text)
-
-    def kernels(self) -> list[Kernel]:
-        return [
-            self._kernel(*run) for run in runs(self.bodies, self.entry, self._bytes)
-        ]
-
-    def _kernel(
-        self, instruction: Instruction, shapes: dict[str, str], times: int
-    ) -> Kernel:
-        inside = [(instruction, shapes)]
-        if instruction.opcode == "fusion":
-            (inner,) = instruction.called("calls")
-            names = {one.name: one.shape for one in self.bodies[inner]}
-            inside = [(one, names) for one in self.bodies[inner]]
-        found = [x for one in inside if (x := _product(*one)) is not None]
-        further = [x for one in inside if (x := _further(*one)) is not None]
-        return Kernel(
-            instruction.name,
-            instruction.target or instruction.opcode,
-            self._bytes(instruction, shapes),
-            sum(operations for operations, _ in found),
-            max((bits for _, bits in found or further), default=0),
-            times,
-            instruction.op_name,
-            instruction.opcode,
-            sum(operations for operations, _ in further),
-            _few_bytes(instruction.shape),
-            bytes_of_shape(instruction.shape),
-            instruction.frame,
-        )
-
-    def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:
-        operands = [shapes[one] for one in instruction.operands if one in shapes]
-        if instruction.opcode == "fusion":
-            (inner,) = instruction.called("calls")
-            return _fusion_bytes(self.bodies[inner], instruction.shape, operands)
-        result = _bytes_of(instruction.shape)
-        if instruction.opcode in ("slice", "dynamic-slice", "gather"):
-            return 2 * result
-        if instruction.opcode == "dynamic-update-slice":
-            return 2 * _bytes_of(operands[1])
-        if instruction.opcode in _RESULT_HOLDS_OPERANDS:
-            return result
-        if instruction.opcode == "slice-start":  # ((operand), result, context)
-            places = list(ARRAY.finditer(instruction.shape))[:2]
-            off_chip = sum(not is_on_chip(one) for one in places)
-            return off_chip * bytes_of_shape(places[1][0])
-        if instruction.target.startswith(_LIBRARY):
-            result = _result_bytes(instruction.shape)
-        return result + sum(map(_bytes_of, operands))
+def _kernel(
+    module: Module, instruction: Instruction, shapes: dict[str, str], times: int
+) -> Kernel:
+    inside = [(instruction, shapes)]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.runs[0]]
+        names = {one.name: one.shape for one in body}
+        inside = [(one, names) for one in body]
+    found = [x for one in inside if (x := _product(*one)) is not None]
+    further = [x for one in inside if (x := _further(*one)) is not None]
+    return Kernel(
+        instruction.name,
+        instruction.target or instruction.opcode,
+        _bytes(module, instruction, shapes),
+        sum(operations for operations, _ in found),
+        max((bits for _, bits in found or further), default=0),
+        times,
+        instruction.op_name,
+        instruction.opcode,
+        sum(operations for operations, _ in further),
+        sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
+        bytes_of_shape(instruction.shape),
+        instruction.frame,
+    )
 
 
-# Instructions whose result is a tuple that includes the operand.
-_RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
+def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> int:
+    operands = [shapes[one] for one in instruction.operands if one in shapes]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.runs[0]]
+        return _fusion_bytes(body, instruction.shape, operands)
+    result = _bytes_of(instruction.shape)
+    if instruction.opcode in ("slice", "dynamic-slice", "gather"):
+        return 2 * result
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _bytes_of(operands[1])
+    if instruction.opcode in RESULT_HOLDS_OPERANDS:
+        return result
+    if instruction.opcode == "slice-start":  # ((operand), result, context)
+        places = instruction.results[:2]
+        return sum(not one.is_on_chip for one in places) * places[1].bytes
+    if instruction.target.startswith(_LIBRARY):
+        result = _result_bytes(instruction)
+    return result + sum(map(_bytes_of, operands))
 
 
 def _bytes_of(shape: str) -> int:
     """Returns the bytes in the main memory."""
-    return bytes_of_shape(shape, on_chip=False)
+    return sum(array.bytes for array in arrays_of(shape) if not array.is_on_chip)
 
 
-def _result_bytes(shape: str) -> int:
+def _result_bytes(call: Instruction) -> int:
     """Returns the result bytes of a library call, without its working memory."""
-    first, *more = (array[0] for array in ARRAY.finditer(shape))
-    scratch = [one for one in more if re.match(r"[su]8\[\d+\]", one)]
-    return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
+    more = call.results[1:]
+    scratch = (x for x in more if x.kind in ("s8", "u8") and len(x.shape) == 1)
+    return bytes_of_shape(call.shape) - sum(x.bytes for x in scratch)
 
 
 def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
@@ -232,8 +221,7 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         )
     for one in body:
         if one.opcode == "parameter" and (size := _size(one.shape)):
-            number = int(one.line.partition("parameter(")[2].partition(")")[0])
-            if number >= len(operands) or _bytes_of(operands[number]):
+            if one.number >= len(operands) or _bytes_of(operands[one.number]):
                 read = by_parameter.get(one.name, by_parameter[""])[one.name]
                 total += bytes_of_shape(one.shape) * read // size
     return max(total, 0)
@@ -297,21 +285,13 @@ def _further(
     return 2 * _size(outputs) * each, max(_bits(left), _bits(right))
 
 
-def _few_bytes(shape: str) -> int:
-    """Returns the bytes of a shape's arrays that are floats of 8 bits or less."""
-    arrays = (array[0] for array in ARRAY.finditer(shape))
-    return sum(bytes_of_shape(one) for one in arrays if re.match("f[48]e", one))
-
-
-def _dimensions(shape: str) -> list[int]:
+def _dimensions(shape: str) -> tuple[int, ...]:
     """Returns the dimensions of the first array of a shape."""
-    array = ARRAY.search(shape)
-    return [int(one) for one in array[2].split(",") if one] if array else []
+    return next((array.shape for array in arrays_of(shape)), ())
 
 
 def _bits(shape: str) -> int:
-    array = ARRAY.search(shape)
-    return bits_of(array[1]) if array else 32
+    return next((array.bits_each for array in arrays_of(shape)), 32)
 
 
 # --- Communication between devices, by collective and dtype ---------------------------
@@ -320,14 +300,6 @@ def _bits(shape: str) -> int:
 # of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1) / n$ of
 # the whole, an all-reduce twice that, an all-to-all once. A loop's body counts once per
 # iteration. Sums in a switch are left out.
-
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,44 +331,24 @@ class Message:
 
 def messages(text: str, devices: int) -> list[Message]:
     """Returns the collectives of an optimized HLO module."""
-    bodies, entry = bodies_of(text)
-    return list(_messages(bodies, entry, 1, devices))
+    module = parse(text)
+    return list(_messages(module, module.entry, 1, devices))
 
 
-def _messages(
-    bodies: dict[str, list[Instruction]], name: str, times: int, devices: int
-) -> Iterator[Message]:
-    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
-    for instruction in bodies[name]:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _KINDS:
-            if name.startswith("all-reduce-scatter"):  # as a TPU's compiler writes it
-                kind = "reduce-scatter"
-            yield from _of(instruction, kind, shapes, times, devices)
-        trips = instruction.trips if kind == "while" else None
-        inner = times * (1 if trips is None else trips)
-        keys = ("body", "calls", "branch_computations", "called_computations")
-        keys += ("true_computation", "false_computation")
-        keys += ("to_apply",) if kind == "call" else ()
-        for key in keys:
-            for one in instruction.called(key):
-                if one in bodies:
-                    yield from _messages(bodies, one, inner, devices)
-
-
-def _of(
-    instruction: Instruction,
-    kind: str,
-    shapes: dict[str, str],
-    times: int,
-    devices: int,
-) -> Iterator[Message]:
-    given = " ".join(shapes[name] for name in instruction.operands)
-    group = _group(instruction.line) or devices
-    for array in ARRAY.finditer(given):
-        size = bytes_of_shape(array[0])
-        whole = size * group if kind == "all-gather" else size
-        yield Message(kind, array[1], whole, times, group)
+def _messages(module: Module, name: str, times: int, devices: int) -> Iterator[Message]:
+    body = module.computations[name]
+    types = {instruction.name: instruction.results for instruction in body}
+    for instruction in body:
+        if kind := instruction.collective(name):
+            group = _group(instruction.line) or devices
+            operands = instruction.operands
+            if kind == "ragged-all-to-all":  # then its results' place, offsets, sizes
+                operands = operands[:1]
+            for array in (array for one in operands for array in types[one]):
+                whole = array.bytes * (group if kind == "all-gather" else 1)
+                yield Message(kind, array.kind, whole, times, group)
+        for one in instruction.runs:
+            yield from _messages(module, one, times * instruction.turns, devices)
 
 
 def _group(line: str) -> int | None:

@@ -17,20 +17,11 @@ from jaxtyping import PyTree
 
 from ..._base.errors import describe
 from ..._settings import is_within
-from .._counter import ArrayType, Instruction, Module, parse
+from .._counter import COLLECTIVES as COLLECTIVES, ArrayType, Instruction, Module, parse
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
 # JAX's own call for matmuls with block scales, before the compiler has chosen one.
 _SCALED_PRODUCT = "__op$block_scaled_dot"
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 # Library calls that are matmuls, convolutions or attention.
 _PRODUCT_CALL = re.compile(
     r"__cublas\$(gemm|lt\$)|__cudnn\$(conv|blockScaledDot|fmha)|__onednn\$(matmul|convolution)"
@@ -153,14 +144,6 @@ def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
     return math.prod(left[int(i)] for i in contracted.split(",") if i)
 
 
-# Attributes that name the computations an instruction runs.
-_BODIES = {
-    "while": ("body",),
-    "call": ("to_apply",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
-
-
 def _run(
     module: Module, name: str, times: int, prefix: str
 ) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
@@ -169,11 +152,10 @@ def _run(
     names = {instruction.name: instruction for instruction in body}
     for instruction in body:
         yield instruction, names, times, prefix
-        runs = _trips(module, instruction) if instruction.opcode == "while" else 1
+        turns = _trips(module, instruction) if instruction.opcode == "while" else 1
         inner = _full_name(instruction, prefix)
-        for key in _BODIES.get(instruction.opcode, ()):
-            for called in instruction.called(key):
-                yield from _run(module, called, times * runs, inner)
+        for called in instruction.runs:
+            yield from _run(module, called, times * turns, inner)
 
 
 def _trips(module: Module, loop: Instruction) -> int:
@@ -206,11 +188,9 @@ def collectives(module: Module) -> list[Operation]:
     """Returns the collectives of an optimized program that send more than scalars."""
     found = []
     for home, instruction, names in _everything(module):
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
+        kind = instruction.collective(home)
+        if not kind:
             continue
-        if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
-            kind = "reduce-scatter"
         arrays = _operands(instruction, names) or instruction.results
         arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
         if arrays:
@@ -265,13 +245,12 @@ def largest_results(module: Module, count: int) -> list[Operation]:
     for _, instruction, _ in _everything(module):
         if instruction.opcode in ("reduce", "sort", "scatter", "all-reduce"):
             inside.update(instruction.called("to_apply"))
-    free = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call")
     found = [
         _plain(module, name, instruction, instruction.opcode, ())
         for name, body in module.computations.items()
         if name not in inside
         for instruction in body
-        if instruction.opcode not in free
+        if not (instruction.makes_nothing or instruction.opcode in ("while", "call"))
     ]
     found.sort(key=lambda x: sum(array.bits for array in x.results), reverse=True)
     return found[:count]

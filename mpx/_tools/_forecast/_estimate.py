@@ -34,17 +34,18 @@ from jaxtyping import PyTree
 
 from ..._program import Frame, is_array_or_type
 from .._counter import (
+    COLLECTIVES,
     CUDA_OPTIONS,
     Device,
     Instruction,
     Kernel,
+    Module,
     Roof,
-    bodies_of,
     bytes_of_shape,
-    frames_of,
     kernels_of,
     memory,
     messages,
+    parse,
 )
 from .._inspect import function_path, line_text
 from ._forecast_report import Estimate, KernelGroup
@@ -55,7 +56,6 @@ from ._steps import ForecastStep, Variant
 _MATMUL = "matmul, {} bits"
 ATTENTION, CONVOLUTION, COLLECTIVE = "attention", "convolution", "collective"
 QUANTIZING, OPTIMIZER, ELEMENTWISE = "quantizing", "optimizer", "elementwise"
-_COLLECTIVES = ("all-", "reduce-scatter", "collective", "ragged-all", "send", "recv")
 # unsure: a kernel with so few results is taken for an amax by its size
 _SCALARS = 4096
 
@@ -64,7 +64,8 @@ Frames = Sequence[tuple[str, str, int]]
 
 def kind_of(kernel: Kernel, frames: Frames) -> str:
     """Returns the kind of a kernel, in a word."""
-    if kernel.opcode.startswith(_COLLECTIVES):
+    opcode = kernel.opcode.removesuffix("-start")
+    if opcode in (*COLLECTIVES, "send", "recv"):
         return COLLECTIVE
     if kernel.operations:
         return _MATMUL.format(kernel.bits)
@@ -154,11 +155,8 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
 # --- Memory ---------------------------------------------------------------------------
 
 ACTIVATIONS, GRADIENTS, WORKING = "activations", "gradients", "working memory"
-_SAME = frozenset(
-    "bitcast get-tuple-element tuple while opt-barrier copy-done copy-start "
-    "all-gather-done all-reduce-done async-done call".split()
-)
-_FREE = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
+# Their results are their operands, as for instructions that make no array.
+_SAME = ("while", "call", "copy-start")
 _LEAST = 65536
 _INDEX = re.compile(r"index=(\d+)")
 
@@ -175,17 +173,16 @@ class _Buffer:
 
 
 def temporaries_by_part(
-    text: str, total: int, weight_sizes: frozenset[int]
+    module: Module, total: int, weight_sizes: frozenset[int]
 ) -> dict[str, int]:
     """Returns the bytes of a program's temporaries at its peak, by part.
 
     Args:
-        text: The optimized program.
+        module: The optimized program.
         total: The bytes of temporaries that the compiler reports.
         weight_sizes: The bytes of weights, in each width that they occur in.
     """
-    bodies, entry = bodies_of(text)
-    alive = _at_peak(bodies, entry)
+    alive = _at_peak(module, module.entry)
     parts = {ACTIVATIONS: 0, GRADIENTS: 0}
     for buffer in alive:
         part = _part(buffer, weight_sizes)
@@ -207,26 +204,22 @@ def _part(buffer: _Buffer, weight_sizes: frozenset[int]) -> str:
     return WORKING
 
 
-def _at_peak(bodies: dict[str, list[Instruction]], name: str) -> list[_Buffer]:
+def _at_peak(module: Module, name: str) -> list[_Buffer]:
     """Returns the arrays in memory at a computation's peak."""
-    body = bodies[name]
+    body = module.computations[name]
     buffers: list[_Buffer] = []
     inner: dict[int, list[_Buffer]] = {}
     held: dict[str, list[list[_Buffer]]] = {}
     for place, one in enumerate(body):
         given = [held.get(operand, [[]]) for operand in one.operands]
-        if one.opcode == "while" and (
-            found := re.search(r"body=%?([\w.\-]+)", one.line)
-        ):
-            inner[place] = _at_peak(bodies, found[1])
-        source = _op_name(one)
+        if one.opcode == "while":
+            inner[place] = _at_peak(module, one.runs[0])
+        source = one.op_name
         for buffer in (b for value in given for part in value for b in part):
             buffer.end = place
             buffer.reader = source or buffer.reader
-        if one.opcode in _SAME:
+        if one.makes_nothing or one.opcode in _SAME:
             held[one.name] = _passed(one, given)
-        elif one.opcode in _FREE:
-            held[one.name] = [[]]
         elif re.search("update-slice|scatter", one.name) and given:
             held[one.name] = given[0]  # in place
         else:
@@ -268,11 +261,6 @@ def _most(
     return [*alive, *inner.get(at, ())]
 
 
-def _op_name(one: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', one.line)
-    return found[1] if found else ""
-
-
 # --- The estimate ---------------------------------------------------------------------
 
 _FOLDER = str(Path(__file__).parent)
@@ -312,6 +300,7 @@ def estimate(
             ) from error
         return _unfit(precision, target, size)
     text, whole = compiled.as_text(), memory(compiled) + lowered.constants
+    module = parse(text)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     parts = dict(lowered.arguments)
     held = {"closed-over arrays": lowered.closed_over} if lowered.closed_over else {}
@@ -319,9 +308,9 @@ def estimate(
     known = temporaries + sum(parts.values()) + lowered.closed_over
     parts["other arguments"] += whole - known
     widths = {size * b // 4 for size in lowered.weights for b in (1, 2, 4, 8)}
-    parts |= temporaries_by_part(text, temporaries, frozenset(widths))
+    parts |= temporaries_by_part(module, temporaries, frozenset(widths))
     parts |= held
-    frames = frames_of(text)
+    frames = module.frames
     kernels = [(k, kind_of(k, frames.get(k.frame, ()))) for k in kernels_of(text)]
     sent: collections.Counter[str] = collections.Counter()
     for message in messages(text, step.devices):

@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Iterator
 
 from ..._program import aval_of
-from ..._quantize import read_target
+from ..._quantize import read_target, target_from
 from ..._settings import Candidate, Precision, Rule, Rules
 from .._counter import TARGETS, Device, Roof
 from .._inspect import Operation, is_low
 from ._steps import ForecastStep, Variant
 
-# The known devices, by the names that mpx uses.
-_TARGETS = {f"tpu {key}" if key[0] == "v" else key: key for key in TARGETS}
+# The devices with known rates, by their names in `mpx.autocast`.
+_TARGETS = {target_from(key).name: key for key in TARGETS}
 
 
 def find_target(name: object, argument: str) -> Device:

@@ -2,22 +2,24 @@
 
 import dataclasses
 import html
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from ..._settings import Rules
 from .._counter import Roof
 from .._inspect import bytes_text, flops_text, share_text
-from .._report_files import document, framed, save_as
+from .._report_files import (
+    aligned,
+    document,
+    framed,
+    from_json,
+    save_as,
+    to_json,
+)
 from ._forecast_report import (
-    Constant,
     Content,
     Estimate,
-    KernelGroup,
-    Matmul,
     where_it_pays,
 )
 
@@ -209,24 +211,15 @@ def text(report: Content) -> str:
     """Returns the whole report."""
     lines = [f"{report.name}: forecast", *sentences(report)]
     for table in tables(report):
-        lines += ["", table.title, *_aligned(table)]
+        lines += ["", table.title, *_lines(table)]
     return "\n".join([*lines, "", *report.notes, versions_text(report)])
 
 
-def _aligned(table: Table) -> list[str]:
+def _lines(table: Table) -> list[str]:
     """Aligns text to the left of its column, numbers to the right."""
-    rows = [table.heads, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - table.texts
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [
-            cell.rjust(size) if 0 < i < last else cell.ljust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return [line(row) for row in rows]
+    count = len(table.heads)
+    texts = (0, *range(count - table.texts, count))
+    return aligned([table.heads, *table.rows], texts)
 
 
 # --- Picture: memory by part, and the range of the time, as SVG -----------------------
@@ -346,11 +339,7 @@ class Forecast(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `from_json` reads."""
-        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        for one in data["estimates"]:
-            if one["memory"] is None:  # JSON has no infinity
-                one["roofline"], one["time"] = None, [None, None]
-        return json.dumps(data, indent=1, allow_nan=False)
+        return to_json(self, _FORMAT, _VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "Forecast":
@@ -359,24 +348,8 @@ class Forecast(Content):
         Raises:
             ValueError: The text is not a forecast, or one of another version of mpx.
         """
-        data: dict[str, Any] = json.loads(text)
-        found = (data.pop("format", None), data.pop("version", None))
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(
-                "`from_json(text)` needs a forecast that this version of mpx wrote "
-                f"(format {_FORMAT!r}, version {_VERSION}); got {found}."
-            )
-        for one in data["estimates"]:
-            one["top"] = tuple(KernelGroup(**group) for group in one["top"])
-            one["matmuls"] = tuple(Matmul(**matmul) for matmul in one["matmuls"])
-            if one["memory"] is None:
-                one["roofline"], one["time"] = math.inf, (math.inf, math.inf)
-        for one in data["roofs"].values():
-            one["peaks"] = {int(bits): peak for bits, peak in one["peaks"].items()}
-        data["estimates"] = [_made(Estimate, one) for one in data["estimates"]]
-        data["constants"] = [Constant(**one) for one in data["constants"]]
-        data["roofs"] = {k: _made(Roof, one) for k, one in data["roofs"].items()}
-        return _made(cls, data)
+        must = "`from_json(text)` needs a forecast"
+        return from_json(cls, text, _FORMAT, _VERSION, must)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -409,11 +382,6 @@ class Forecast(Content):
     def _repr_html_(self) -> str:
         """Returns the page in a frame, for notebooks."""
         return framed(self.to_html(), self.name, height=720)
-
-
-def _made(kind: Any, kept: dict[str, Any]) -> Any:
-    """Makes a dataclass from JSON; lists become tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
 
 
 def _html(table: Table) -> str:

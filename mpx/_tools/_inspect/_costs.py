@@ -132,8 +132,8 @@ def _elementwise(equation: JaxprEqn) -> int:
     if _floats(result) and bits_of(result.dtype) <= 8:
         return 0  # 8-bit numbers are moved, as by a select, not computed with
     weight = max(_floats(aval_of(v)) for v in (*equation.invars, *equation.outvars))
-    is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
-    return _size(result) * (2 * weight if weight == 2 and is_product else weight)
+    is_multiplied = equation.primitive.name in ("mul", "div", "integer_pow", "square")
+    return _size(result) * (2 * weight if weight == 2 and is_multiplied else weight)
 
 
 def _reduction(equation: JaxprEqn) -> int:
@@ -192,7 +192,7 @@ def _ragged_dot(equation: JaxprEqn) -> int:
     return _product(equation) // groups
 
 
-def _last_axis_product(equation: JaxprEqn) -> int:
+def _last_axis_multiplied(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     return _fma(lhs, rhs) * _size(result) * lhs.shape[-1]
 
@@ -319,7 +319,7 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.SELECT_AND_SCATTER: _select_and_scatter,
     Flops.DOT_GENERAL: _product,
     Flops.RAGGED_DOT: _ragged_dot,
-    Flops.LAST_AXIS_PRODUCT: _last_axis_product,
+    Flops.LAST_AXIS_PRODUCT: _last_axis_multiplied,
     Flops.CONVOLUTION: _convolution,
     # Two matmuls: scores, and the weighted sum of values.
     Flops.ATTENTION_FORWARD: functools.partial(_attention, products=2),

@@ -32,6 +32,7 @@ from ..._program import (
     aval_of,
     avals,
     is_along_vmap,
+    is_matmul,
     properties,
     walk,
 )
@@ -46,7 +47,6 @@ from ._findings import (
     dtype_name,
     factored_products,
     hides_a_program,
-    is_product,
     precision_and_format,
     rounded_integers,
     unscaled_gradient,
@@ -292,7 +292,7 @@ def _operation(
     precision, format = precision_and_format(equation, note, phase(entries))
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
-    if note is not None and not note.is_switched_off and is_product(equation):
+    if note is not None and not note.is_switched_off and is_matmul(equation):
         finding = _wide_product(equation)
     if ends_loop:
         finding = "ends a loop by half-precision matmuls"
@@ -301,7 +301,7 @@ def _operation(
     is_forward = phase(entries) == "forward"
     if is_forward:
         finding = rounded.get(id(equation)) or finding
-    if note is not None and note.without_units and is_forward and is_product(equation):
+    if note is not None and note.without_units and is_forward and is_matmul(equation):
         finding = "quantized, but computed without hardware for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
@@ -364,11 +364,11 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
     name = equation.primitive.name
     if note.precision == Precision.LOW.value:
         rule = note.rule or LOW
-        if not is_product(equation):
+        if not is_matmul(equation):
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
-    is_whole = is_product(equation) or properties(name).flops in _KERNELS
+    is_whole = is_matmul(equation) or properties(name).flops in _KERNELS
     if not is_whole and _fused(visit) is not None:
         return PART, f"of {note.primitive}"
     if phase(visit.scopes) == "backward":
@@ -417,7 +417,7 @@ _SLOW = "float16 on a CPU, which has no units for it"
 def _is_slow(visit: Visit[Fact]) -> bool:
     """Returns whether it is a float16 matmul that autocast emits for a CPU."""
     note = innermost_note(visit.scopes)
-    if note is None or note.platform != "cpu" or not is_product(visit.equation):
+    if note is None or note.platform != "cpu" or not is_matmul(visit.equation):
         return False
     return {a.dtype for a in avals(visit.equation.invars[:2])} == {jnp.dtype("float16")}
 
@@ -437,8 +437,8 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
     if promotion(equation, facts) is not None and phase(visit.scopes) == "forward":
         return "half precision promoted"
     if id(equation) in flow.promotions:
-        return ""  # reported at the operation that the cast was made for
-    if is_product(equation) and precision in ("float32", "float64", "mixed"):
+        return ""  # said of the operation that it was made for
+    if is_matmul(equation) and precision in ("float32", "float64", "mixed"):
         return _product_in(equation)
     if precision not in HALF:
         return ""

@@ -27,6 +27,7 @@ from ..._program import (
     avals,
     count,
     distinct_equations,
+    is_matmul,
     properties,
     summed_numbers,
     walk,
@@ -34,12 +35,6 @@ from ..._program import (
 )
 from ._report import HALF, is_low
 from ._traced import phase
-
-
-def is_product(equation: JaxprEqn) -> bool:
-    """Returns whether it is a matmul, a matmul of scaled blocks, or a convolution."""
-    known = properties(equation.primitive.name)
-    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
 
 
 def precision_of(equation: JaxprEqn) -> str:
@@ -52,7 +47,7 @@ def precision_of(equation: JaxprEqn) -> str:
     operands = [a.dtype for a in avals(equation.invars) if hasattr(a, "dtype")]
     results = [a.dtype for a in avals(equation.outvars) if hasattr(a, "dtype")]
     numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
-    if is_product(equation) and numbers:
+    if is_matmul(equation) and numbers:
         names = {str(dtype) for dtype in numbers[:2]}
         if len(names) == 1:
             return names.pop()
@@ -75,7 +70,7 @@ def precision_and_format(
         phase: As in `Operation`.
     """
     precision = precision_of(equation)
-    if note is None or not is_product(equation):
+    if note is None or not is_matmul(equation):
         return precision, precision
     if precision in HALF and not note.is_emulated:
         return precision, precision
@@ -87,7 +82,7 @@ def precision_and_format(
 
 def precision_of_product(equation: JaxprEqn) -> str | None:
     """Returns the dtype of a matmul; None for other operations."""
-    return precision_of(equation) if is_product(equation) else None
+    return precision_of(equation) if is_matmul(equation) else None
 
 
 def hides_a_program(equation: JaxprEqn) -> bool:

@@ -12,14 +12,22 @@ import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._report_files import document, framed, save_as
+from .._report_files import (
+    aligned,
+    cut,
+    document,
+    framed,
+    from_json,
+    save_as,
+    to_json,
+    widths_of,
+)
 from ._report import (
     PART,
     QUANTIZES,
     Content,
     Island,
     Operation,
-    Totals,
     bytes_text,
     count_text,
     flops_text,
@@ -73,7 +81,7 @@ _HEADER: tuple[str, ...] = (
     "FLOPs", "bytes", "runs", "operation", "dtype", "in -> out", "where",
     "weight", "line", "why",
 )  # fmt: skip
-_NUMBERS = 3
+_NUMBERS = _HEADER[:3]
 
 # The columns of a narrow table, and the least width of a table with all columns.
 _NARROW: tuple[str, ...] = ("FLOPs", "operation", "dtype", "line", "why")
@@ -87,22 +95,21 @@ def text(report: Content, limit: int | None, width: int | None) -> str:
     """Returns the report as plain text, at most `width` wide; None for all columns."""
     shown, note = _chosen(report, limit)
     names = _HEADER if width is None or width >= _WIDE else _NARROW
-    rows = [names, *(_row(line, names) for line in shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
-    last = None
+    rows = [[*names], *([*_row(line, names)] for line in shown)]
+    *others, _ = widths_of(rows)
+    texts = [i for i, name in enumerate(names) if name not in _NUMBERS]
+    below: dict[int, list[str]] = {}
     if width is not None:
-        last = max(width - sum(widths) - len(_GAP) * len(widths), _REASON)
+        last = max(width - sum(others) - len(_GAP) * len(others), _REASON)
+        indent = " " * (others[0] + len(_GAP))
+        for number, row in enumerate(rows):
+            if number and shown[number - 1].finding:
+                below[number] = _wrapped(row[-1], width, indent)
+                row[-1] = "! see below"
+            row[-1] = cut(row[-1], last)
     body: list[str] = []
-    for row, line in zip(rows, [None, *shown], strict=True):
-        finding = line is not None and line.finding and last is not None
-        cells = [
-            cell.rjust(size) if name in _HEADER[:_NUMBERS] else cell.ljust(size)
-            for name, cell, size in zip(names, row, widths, strict=False)
-        ]
-        why = row[-1] if last is None else cut(row[-1], last)
-        body.append(_GAP.join([*cells, "! see below" if finding else why]).rstrip())
-        if finding:
-            body += _wrapped(row[-1], width, " " * (widths[0] + len(_GAP)))
+    for number, line in enumerate(aligned(rows, texts)):
+        body += [line, *below.get(number, ())]
     parts = [*_summary(report, width), "", *body]
     return "\n".join([*parts, "", *_wrapped(note, width)] if note else parts)
 
@@ -217,13 +224,6 @@ _PHASES = {"forward": "", "backward": " (backward)", "recompute": " (again)"}
 def _several(names: Sequence[str]) -> str:
     more = f" +{len(names) - 1}" if len(names) > 1 else ""
     return "".join(names[:1]) + more
-
-
-def cut(text: str, width: int, end: bool = True) -> str:
-    """Shortens text at its end, or at its start if the end is more specific."""
-    if len(text) <= width:
-        return text
-    return text[: width - 3] + "..." if end else "..." + text[3 - width :]
 
 
 def headline(report: Content) -> str:
@@ -456,8 +456,7 @@ class Report(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `mpx.reports.Report.from_json` reads."""
-        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        return json.dumps(data, indent=1)
+        return to_json(self, _FORMAT, _VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -472,21 +471,9 @@ class Report(Content):
         Raises:
             ValueError: The text is not a report, or one of another version of mpx.
         """
-        data = json.loads(text)
-        found = (
-            (data.get("format"), data.get("version")) if isinstance(data, dict) else 0
-        )
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(
-                "`mpx.reports.Report.from_json(text)` needs a report that this "
-                f"version of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got "
-                f"{found}. Make a new one with `mpx.explain`."
-            )
-        operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
-        totals = _from_dict(Totals, data["totals"])
-        islands = tuple(_from_dict(Island, entry) for entry in data["islands"])
-        unused_rules = tuple(data["unused_rules"])
-        return cls(data["name"], operations, totals, unused_rules, islands)
+        must = "`mpx.reports.Report.from_json(text)` needs a report"
+        remedy = " Make a new one with `mpx.explain`."
+        return from_json(cls, text, _FORMAT, _VERSION, must, remedy)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -521,8 +508,3 @@ class Report(Content):
     def _repr_html_(self) -> str:
         """Returns the page in a frame, for notebooks."""
         return framed(page(self), self.name, height=720)
-
-
-def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:
-    """Makes a dataclass from JSON; lists become tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

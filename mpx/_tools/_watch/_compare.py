@@ -31,6 +31,7 @@ from ..._program import (
     Span,
     Tagged,
     aval_of,
+    is_matmul,
     probed,
     properties,
     source_span,
@@ -40,7 +41,7 @@ from ..._settings import Policy, settings_of
 from ..._step import RecipeScaling, filter_value_and_grad, init_scaling, refuse_nnx
 from .._inspect import Traced, trace
 from ._comparison import Closeness, Comparison, Sums, cosine_of, numbered, snr_of, sums
-from ._trace import Source, SourceProbe, is_product, line, phase_of, where
+from ._trace import Source, SourceProbe, line, phase_of, where
 
 # --- Anchors --------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Collect(SourceProbe):
         )
         anchor = dataclasses.replace(kind, number=self._counts[kind])
         self._counts[kind] += 1
-        weights = [v.tag.path for v in operands if is_product(equation)]
+        weights = [v.tag.path for v in operands if is_matmul(equation)]
         self.found[anchor] = Found(tuple(filter(None, weights)), [])
         wanted = self._wanted is None or anchor in self._wanted
         return {anchor: results[0].array} if wanted else {}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from ..._base.errors import describe
 from ..._base.typing import AnyArray
 from .._expect import ContractError, Violation
+from .._report_files import aligned, cut, widths_of
 
 # --- Closeness of two arrays: signal to noise, and cosine -----------------------------
 
@@ -146,17 +147,11 @@ def table(
         least: The smallest width of the first column, if its text needs it.
         ends_with_text: Whether the last column is text, and not a number.
     """
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(width - sum(sizes[1:]) - 2 * (len(sizes) - 1), least)
-    first = min(sizes[0], room)
-    lines = []
-    for name, *cells in rows:
-        found = [x.rjust(n) for x, n in zip(cells, sizes[1:], strict=True)]
-        if ends_with_text:
-            found[-1] = cells[-1]
-        line = "  ".join([_cut(name, first).ljust(first), *found])
-        lines.append(line.rstrip()[:width])
-    return lines
+    first, *others = widths_of(rows)
+    room = max(width - sum(others) - 2 * len(others), least)
+    short = [(cut(x, min(first, room), False, "…"), *cells) for x, *cells in rows]
+    texts = (0, len(others)) if ends_with_text else (0,)
+    return [line[:width] for line in aligned(short, texts)]
 
 
 def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
@@ -169,12 +164,7 @@ def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
     return found
 
 
-def _cut(text: str, size: int) -> str:
-    """Shortens a path to its end, which is more specific than its beginning."""
-    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
-
-
-# --- Comparison and claims ------------------------------------------------------------
+# ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..._program import (
     Tagged,
     divide,
     is_array_or_type,
+    is_matmul,
     is_multiplication,
     probed,
 )
@@ -42,7 +43,7 @@ from ._statistics import (
     sampled,
     tensor_statistics,
 )
-from ._trace import Source, SourceProbe, is_product, phase_of, where
+from ._trace import Source, SourceProbe, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -358,7 +359,7 @@ class _Counts(SourceProbe):
         results: Sequence[Tagged],
     ) -> Records:
         """Returns the counts of a matmul's operands that are not counted yet."""
-        if not is_product(equation) or is_multiplication(equation):
+        if not is_matmul(equation) or is_multiplication(equation):
             return {}
         pair = operands[:2]
         layer = next((v.tag.path for v in pair if v.tag.path), "")

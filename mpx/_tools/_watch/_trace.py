@@ -13,13 +13,13 @@ from jax.extend.core import JaxprEqn
 
 from ..._base.typing import AnyArray, Shape
 from ..._program import (
-    Flops,
     Location,
     PrimitiveClass,
     Probe,
     Tagged,
     aval_of,
     count,
+    is_matmul,
     properties,
     scopes,
 )
@@ -99,7 +99,7 @@ class SourceProbe(Probe):
             is_constant=followed is not None or not operands,
             is_aside=is_low and _is_aside(equation, arrays),
             is_again=phase == "recompute",
-            is_made=is_product(equation),
+            is_made=is_matmul(equation),
         )
         return [
             dataclasses.replace(made, key=next(self._numbers)) for _ in range(results)
@@ -179,17 +179,11 @@ def _is_float(array: AnyArray) -> bool:
 
 
 def quantizes(equation: JaxprEqn, place: Location) -> bool:
-    """Returns whether the equation is a recipe's quantization of an operand."""
-    if is_product(equation):
+    """Returns whether a recipe quantizes an operand of a matmul here."""
+    if is_matmul(equation):
         return False
     note = innermost_note((*place.scopes, *scopes(equation)))
     return note is not None and note.precision == Precision.LOW.value
-
-
-def is_product(equation: JaxprEqn) -> bool:
-    """Returns whether an equation is a matmul, scaled or not, or a convolution."""
-    known = properties(equation.primitive.name)
-    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
 
 
 def phase_of(equation: JaxprEqn, place: Location) -> str:
