@@ -118,7 +118,7 @@ def test_loops_branches_and_copies(trips, times):
     copy = 2 * 10 * FLOAT + 4
     branch = 4 * 10 * FLOAT  # the larger one
     assert counts.operand_and_result_bytes(text) == loop + copy + branch
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
         counts.operand_and_result_bytes("nothing here")
 
 
