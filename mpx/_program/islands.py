@@ -35,14 +35,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._base.jax_compat import execution_key, open_jaxpr
 from .._base.typing import Atom, Program
-from .equations import (
-    aval_of,
-    count,
-    is_matmul,
-    is_multiplication,
-    program_of,
-    sub_jaxprs,
-)
+from .equations import aval_of, count, is_multiplication, program_of, sub_jaxprs
 from .primitives import PrimitiveClass, properties
 
 T = TypeVar("T")
@@ -353,23 +346,23 @@ def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
 def is_sum_of_products(equation: JaxprEqn, makers: Makers) -> bool:
     """Whether an equation adds two products, as the gates of a recurrent cell do."""
     return equation.primitive.name == "add" and all(
-        _is_from_matmul(atom, makers) for atom in equation.invars
+        _is_cast_matmul(atom, makers) for atom in equation.invars
     )
 
 
-def _is_from_matmul(atom: Atom, makers: Makers) -> bool:
-    """Whether a matmul that sums gave a value, which may have been rearranged since."""
+def _is_cast_matmul(atom: Atom, makers: Makers) -> bool:
+    """Whether a matmul that autocast casts, and that sums, made a value."""
     maker = None if isinstance(atom, Literal) else makers.equations.get(atom)
     if maker is None:
         return False
     known = properties(maker.primitive.name)
     if known.rearranges:
-        return _is_from_matmul(maker.invars[0], makers)
+        return _is_cast_matmul(maker.invars[0], makers)
     if known.program:  # `jnp.einsum` is a jit
         inner = open_jaxpr(program_of(maker))
         result = inner.outvars[[v is atom for v in maker.outvars].index(True)]
-        return _is_from_matmul(result, makers_of(inner))
-    return is_matmul(maker) and not is_multiplication(maker)
+        return _is_cast_matmul(result, makers_of(inner))
+    return known.kind is PrimitiveClass.HALF and not is_multiplication(maker)
 
 
 def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
@@ -414,7 +407,7 @@ def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
 def is_made_of_product(value: Atom, makers: Makers) -> bool:
     """Whether a value is made of a product by elementwise operations: bias, dropout."""
     makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
-    return any(_is_from_matmul(maker.outvars[0], makers) for maker in makers_found)
+    return any(_is_cast_matmul(maker.outvars[0], makers) for maker in makers_found)
 
 
 def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn | None]]:
