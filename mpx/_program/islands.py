@@ -37,14 +37,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._base.jax_compat import execution_key, open_jaxpr
 from .._base.typing import Atom, Program
-from .equations import (
-    aval_of,
-    count,
-    is_matmul,
-    is_multiplication,
-    program_of,
-    sub_jaxprs,
-)
+from .equations import aval_of, count, is_multiplication, program_of, sub_jaxprs
 from .primitives import PrimitiveClass, properties
 
 T = TypeVar("T")
@@ -357,23 +350,23 @@ def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
 def is_sum_of_products(equation: JaxprEqn, makers: Makers) -> bool:
     """Returns whether an equation adds two matmuls, as in a recurrent cell's gates."""
     return equation.primitive.name == "add" and all(
-        _is_from_matmul(atom, makers) for atom in equation.invars
+        _is_cast_matmul(atom, makers) for atom in equation.invars
     )
 
 
-def _is_from_matmul(atom: Atom, makers: Makers) -> bool:
+def _is_cast_matmul(atom: Atom, makers: Makers) -> bool:
     """Returns whether a value is the result of a matmul that sums, also rearranged."""
     maker = None if isinstance(atom, Literal) else makers.equations.get(atom)
     if maker is None:
         return False
     known = properties(maker.primitive.name)
     if known.rearranges:
-        return _is_from_matmul(maker.invars[0], makers)
+        return _is_cast_matmul(maker.invars[0], makers)
     if known.program:  # `jnp.einsum` is a jit
         inner = open_jaxpr(program_of(maker))
         result = inner.outvars[[v is atom for v in maker.outvars].index(True)]
-        return _is_from_matmul(result, makers_of(inner))
-    return is_matmul(maker) and not is_multiplication(maker)
+        return _is_cast_matmul(result, makers_of(inner))
+    return known.kind is PrimitiveClass.HALF and not is_multiplication(maker)
 
 
 def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
@@ -418,7 +411,7 @@ def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
 def is_made_of_product(value: Atom, makers: Makers) -> bool:
     """Returns whether a value is a matmul plus elementwise ops: bias, dropout."""
     makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
-    return any(_is_from_matmul(maker.outvars[0], makers) for maker in makers_found)
+    return any(_is_cast_matmul(maker.outvars[0], makers) for maker in makers_found)
 
 
 def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn | None]]:

@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
 from ..._autocast import (
@@ -30,8 +30,6 @@ from ..._program import (
     Flops,
     Visit,
     aval_of,
-    avals,
-    is_along_vmap,
     is_matmul,
     properties,
     walk,
@@ -40,19 +38,9 @@ from ..._recipe_state import first_step
 from ..._settings import Precision, read_weights, unwrapped, weights_in_call, weights_of
 from ._costs import bytes_moved, flops, residual_bytes
 from ._facts import Fact, Facts, Origin, but_constants, is_float_cast, promotion
-from ._findings import (
-    FINDING as UNSCALED,
-    LARGEST,
-    deciding_comparisons,
-    dtype_name,
-    factored_products,
-    hides_a_program,
-    precision_and_format,
-    rounded_integers,
-    unscaled_gradient,
-    uses_half,
-)
-from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
+from ._findings import dtype_name, precision_and_format
+from ._registry import OF_A_PROGRAM, Seen, Whole, finding_of, whole_of
+from ._report import LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._traced import (
     Traced,
     function_path,
@@ -187,39 +175,15 @@ def _operations(
     ]
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
-    is_mixed = any(uses_half(visit.equation) for visit in visits)
-    # By `id` of equations, which `traced` keeps alive.
-    ends: frozenset[int] = frozenset()
-    if is_mixed and any(visit.place.unknown_loops for visit in visits):
-        ends = deciding_comparisons(traced.jaxpr.jaxpr)
-    rounded = _rounded_products(traced.jaxpr) if is_mixed else {}
+    program = whole_of(traced.jaxpr, visits)
     operations = [
-        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounded)
-        for number, visit in enumerate(visits)
+        _operation(number, visit, flow, program) for number, visit in enumerate(visits)
     ]
-    slow = next(
-        (i for i, v in enumerate(visits) if _is_slow(v) and not operations[i].finding),
-        None,
-    )
-    if slow is not None:  # reported once, at the first
-        operations[slow] = dataclasses.replace(operations[slow], finding=_SLOW)
-    unscaled = unscaled_gradient(visits)
-    if unscaled is not None:
-        found = dataclasses.replace(operations[unscaled], finding=UNSCALED)
-        operations[unscaled] = found
+    for finding, find in OF_A_PROGRAM.items():
+        if (number := find(visits, operations)) is not None:
+            found = dataclasses.replace(operations[number], finding=finding)
+            operations[number] = found
     return visits, tuple(operations)
-
-
-def _rounded_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
-    """Returns findings of matmuls that must not round, by identity of equations."""
-    found = {
-        product: f"feeds {name}, which magnifies its rounding: compute it in float32"
-        for product, name in factored_products(jaxpr).items()
-    }
-    for product, short in rounded_integers(jaxpr).items():
-        text = f"may round integers: {short} holds those up to {LARGEST[short]}"
-        found[product] = text
-    return found
 
 
 def _islands(
@@ -279,30 +243,13 @@ def _input_fact(path: str, is_weight: bool, aval: Aval) -> Fact:
 
 
 def _operation(
-    number: int,
-    visit: Visit[Fact],
-    flow: Facts,
-    is_mixed: bool,
-    ends_loop: bool,
-    rounded: Mapping[int, str],
+    number: int, visit: Visit[Fact], flow: Facts, program: Whole
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     note = innermost_note(entries)
     precision, format = precision_and_format(equation, note, phase(entries))
     rule, reason = _decision(visit, flow, note)
-    finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
-    if note is not None and not note.is_switched_off and is_matmul(equation):
-        finding = _wide_product(equation)
-    if ends_loop:
-        finding = "ends a loop by half-precision matmuls"
-    if (is_mixed or note is not None) and hides_a_program(equation):
-        finding = "contains a program that cannot be inspected"
-    is_forward = phase(entries) == "forward"
-    if is_forward:
-        finding = rounded.get(id(equation)) or finding
-    if note is not None and note.without_units and is_forward and is_matmul(equation):
-        finding = "quantized, but computed without hardware for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:
@@ -320,7 +267,7 @@ def _operation(
         format=format,
         rule=rule,
         reason=reason,
-        finding=finding,
+        finding=finding_of(Seen(visit, flow, note, precision, program)),
         executions=place.executions,
         unknown_loops=place.unknown_loops,
         flops=None if count is None else count * place.executions,
@@ -341,17 +288,6 @@ def _type(aval: Aval) -> str:
 # --- Reasons and findings -------------------------------------------------------------
 
 
-# Operations that lose precision or range in half precision.
-_CRITICAL = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh
-    cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma igamma_grad_a
-    igammac lgamma log log1p log2 polygamma polynomial pow random_gamma
-    random_gamma_grad reduce_prod reduce_sum reduce_window_sum
-    regularized_incomplete_beta rsqrt scatter-add scatter-mul scatter-sub sin sinh sqrt
-    tan zeta
-    """.split()
-)
 _KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
 
 
@@ -404,49 +340,3 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
         if jnp.issubdtype(getattr(aval_of(variable), "dtype", bool), jnp.inexact)
     ]
     return but_constants(found)
-
-
-def _product_in(equation: JaxprEqn) -> str:
-    dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
-    return f"matmul in {' by '.join(dtypes)}"
-
-
-_SLOW = "float16 on a CPU, which has no units for it"
-
-
-def _is_slow(visit: Visit[Fact]) -> bool:
-    """Returns whether it is a float16 matmul that autocast emits for a CPU."""
-    note = innermost_note(visit.scopes)
-    if note is None or note.platform != "cpu" or not is_matmul(visit.equation):
-        return False
-    return {a.dtype for a in avals(visit.equation.invars[:2])} == {jnp.dtype("float16")}
-
-
-def _wide_product(equation: JaxprEqn) -> str:
-    """Returns the finding of a matmul under autocast, which leaves float64 unchanged.
-
-    With x64, one array of NumPy's default dtype makes a whole program float64.
-    """
-    is_wide = any(a.dtype == jnp.float64 for a in avals(equation.invars[:2]))
-    return _product_in(equation) if is_wide else ""
-
-
-def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
-    """Returns a probable mistake in a program that uses half precision; "" if none."""
-    equation, facts = visit.equation, visit.operands
-    if promotion(equation, facts) is not None and phase(visit.scopes) == "forward":
-        return "half precision promoted"
-    if id(equation) in flow.promotions:
-        return ""  # said of the operation that it was made for
-    if is_matmul(equation) and precision in ("float32", "float64", "mixed"):
-        return _product_in(equation)
-    if precision not in HALF:
-        return ""
-    # Sums of one number occur if axes of length 1 are dropped.
-    name = equation.primitive.name
-    known = properties(name)
-    is_range_short = precision == "float16" and name in ("integer_pow", "square")
-    is_sum = known.is_sparse or (known.sums and is_along_vmap(equation))
-    if (name in _CRITICAL or is_range_short or is_sum) and flops(equation) != 0:
-        return f"{name} in {precision}"
-    return ""
