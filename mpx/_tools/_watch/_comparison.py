@@ -164,7 +164,7 @@ def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------
+# --- The report of a comparison -------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
