@@ -33,7 +33,7 @@ NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # Tests that see most of JAX's own programs, and of mpx's functions, for other versions
 # in `.ci/run`.
-PART := tests/test_xla.py tests/program/test_cpu_products.py tests/program tests/settings/test_function.py tests/autocast/test_gathers.py \
+PART := tests/test_xla.py tests/program tests/settings/test_function.py tests/autocast/test_gathers.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
 	tests/step/test_transforms.py tests/tools/inspect/test_costs.py \
 	tests/nnx/test_bad_input.py tests/quantize/test_derivatives.py

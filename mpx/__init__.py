@@ -8,7 +8,10 @@ precision has these two:
     result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
     model, opt_state, scaling = mpx.optimizer_step(model, optimizer, opt_state, result)
 
-The names below are in the order of the documentation.
+The names below are in the order of the documentation. The private rooms, bottom up:
+`_base`, `_program` (JAX's programs), `_nnx_graph`, `_quantize`, `_settings`,
+`_stored_weights`, `_wire` (communicated dtypes), `_loss_scaling`, `_recipe_state`,
+`_autocast`, `_step`, `_memory` and `_tools` (reports, guard, command line).
 """
 
 import importlib as _importlib
@@ -82,7 +85,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Without the modules below: `from mpx import *` must not want Flax.
+# Without the modules below: `from mpx import *` must not need Flax.
 __all__ = [
     "BFLOAT16_MAX",
     "FLOAT16_MAX",
@@ -146,7 +149,7 @@ __all__ = [
     "forecast",
 ]
 
-# Imported at first use: most programs need none, and `nnx` imports Flax.
+# Imported at first use: most programs need none of them, and `nnx` imports Flax.
 _MODULES = ("compat", "contrib", "nn", "nnx", "quantization", "reports")
 _TOOLS = {
     "guard": "._tools._guard",
@@ -177,7 +180,7 @@ def __getattr__(name: str) -> _Any:
 
 
 def _warn_of_published_mpx() -> None:
-    """The package `mixed-precision-for-JAX` installs a module `mpx`, too."""
+    """Warns if `mixed-precision-for-JAX`, which also installs `mpx`, is installed."""
     try:
         version = _metadata.version("mixed-precision-for-JAX")
     except _metadata.PackageNotFoundError:

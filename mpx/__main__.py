@@ -75,7 +75,7 @@ _SHORT = (
 
 
 class _RefusedError(ValueError):
-    """What stands on the command line cannot be used."""
+    """An argument of the command line is invalid."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,12 +102,12 @@ def _explain(options: argparse.Namespace) -> None:
 
 
 def _forecast(options: argparse.Namespace) -> None:
-    # No device is needed, and none is to be looked for.
+    # No device is needed, so JAX must not look for one.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":  # JAX's default
-        # XLA warns of every program that it cannot make fit.
+        # XLA warns of every program that does not fit.
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     from ._tools._forecast import forecast
 
@@ -136,7 +136,7 @@ def _forecast(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[None]:
-    """Prints what a logger says of its progress, on the standard error."""
+    """Prints a logger's progress to standard error."""
     logger, handler = logging.getLogger(name), logging.StreamHandler()
     before = logger.level
     logger.addHandler(handler)
@@ -149,7 +149,7 @@ def _progress(name: str) -> Iterator[None]:
 
 
 def _read_optimizer(text: str | None, module: str) -> object:
-    """A name of Optax's, made with a learning rate of 1e-3, or an object."""
+    """Returns an optimizer of Optax with a learning rate of 1e-3, or an object."""
     if text is None or ":" in text:
         return None if text is None else _read_object(text, module)
     import optax
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         "forecast", help=help_of_forecast, description=_FORECAST, formatter_class=raw
     )
     forecast.set_defaults(run=_forecast, refused=(ValueError, RuntimeError))
-    # An error of the function that restores the step is the user's.
+    # Errors of the function that restores the step are the user's.
     blame.set_defaults(run=_blame, refused=_RefusedError)
     for command in (explain, blame, forecast):
         command.add_argument("function", metavar="module:function")
@@ -265,7 +265,7 @@ def _add_forecast_options(command: argparse.ArgumentParser) -> None:
 
 
 def _report_path(text: str) -> str:
-    """A file that a report can be written to, refused before the work and not after."""
+    """Returns a path that a report can be written to; raises before the work starts."""
     path = Path(text)
     if path.suffix not in (".html", ".json", ".txt", ".svg"):
         raise argparse.ArgumentTypeError(

@@ -103,9 +103,12 @@ _CALL = "`mpx.quantization.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
 # A written weight has room for values this many times as large as the largest of its
 # master two steps before, and a little more, as scales are powers of two.
+# unsure: a weight that grows by more than 4 times in two steps saturates; not searched
+# for
 _ROOM = 4.0
 # Replaces the largest magnitude of an all-zero master: E4M3 then represents values up
 # to 0.4 and down to 4e-6 (2e-6 with three digits less).
+# unsure: guesses the size of a weight that starts at zero
 _OF_ZEROS = 0.1
 
 

@@ -107,6 +107,11 @@ def test_the_documentation_stays_short():
     assert hand_written("a <!-- table x -->\n| 1 |\n<!-- end --> b") == "a  b"
 
 
+def test_the_changelog_is_one_page():
+    text = (pages.ROOT / "CHANGELOG.md").read_text()
+    assert text.startswith("# Changelog") and len(text.split()) <= 700
+
+
 def test_errors_of_recipes_are_those_of_the_programs():
     table = (pages.ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
     row = r"current: error, ratio to bfloat16's \| (\S+) in .* (\d+) .*, (\S+) to (\S+)"

@@ -161,7 +161,8 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that
 # see the loss scale, sums along axes of `vmap`, and weights that are computed are asked
 # for at each equation (4 and 10 lines more); and the target, for each product.
-LIMITS = {"autocast": (20, 1_542), "step": (33, 2_585)}
+# The rooms have fewer files on a call's way; longer names took three lines.
+LIMITS = {"autocast": (18, 1_545), "step": (28, 2_588)}
 
 
 @pytest.mark.parametrize("call", LIMITS)
@@ -223,17 +224,34 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
     assert traced == [False, True]
 
 
-# LAYOUT's goal was 25,500 on 26,515 lines of 7845631. On 2026-11-28 2,310 more came
-# before it: for wrong numbers that are right now (1,190), tools that are right on every
-# target (500) and CPUs (620).
-MOST_OF_ALL = 28_320
+# Reached on 2026-11-28, without comments, docstrings and blank lines. The goals were
+# 25,500 lines in all, 7,200 of tools and 15,000 of the core, set on 26,515, 7,833 and
+# 15,549 lines; 2,310 more came before they were worked for: wrong numbers that are
+# right now (1,190), tools that are right on every target (500), CPUs (620).
+MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_290, 8_120, 17_120
+# Of the tests, all lines, without the rigs. The goal was 45,000 on 49,800; 3,460 more
+# came before.
+MOST_OF_TESTS = 49_100
+_TOOLS = ("_tools", "__main__.py")
+_PUBLIC = ("nn", "nnx", "compat", "contrib", "__init__.py")
+_PUBLIC += ("quantization.py", "reports.py")
 
 
 def test_the_package_grows_by_decision_only():
-    """All code lines of the package but `contrib`, which nothing of it imports."""
-    paths = [path for name, path in FILES.items() if "/contrib/" not in name]
-    count = sum(len(parsed(path)[1]) for path in paths)
-    assert count <= MOST_OF_ALL
+    rooms = collections.Counter()
+    for name, path in FILES.items():
+        rooms[name.split("/")[1]] += len(parsed(path)[1])
+    tools = sum(rooms[name] for name in _TOOLS)
+    core = sum(rooms.values()) - tools - sum(rooms[name] for name in _PUBLIC)
+    assert all(rooms[name] for name in (*_TOOLS, *_PUBLIC))
+    assert sum(rooms.values()) <= MOST_OF_ALL, rooms
+    assert tools <= MOST_OF_TOOLS and core <= MOST_OF_CORE, (tools, core)
+
+
+def test_the_tests_grow_by_decision_only():
+    files = (ROOT / "tests").rglob("*.py")
+    count = sum(len(path.read_text().splitlines()) for path in files)
+    assert count <= MOST_OF_TESTS
 
 
 # Rooms are the entries of `mpx/` without `__init__.py`; `python -m tests.rooms` prints

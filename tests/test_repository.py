@@ -266,6 +266,18 @@ def test_no_private_module_of_jax_is_used():
     assert not wrong
 
 
+def test_the_prose_of_the_package_has_no_people_and_no_speech_in_it():
+    """Programs have no persons in them; values are stored, printed and written."""
+    words = re.compile(r"\b(nobody|somebody|anybody|whoever|lies|told|stands)\b", re.I)
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {match[0]}"
+        for file in sorted((ROOT / "mpx").rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if (match := words.search(line))
+    ]
+    assert words.search("# Nobody is told.") and not found
+
+
 # --- Workarounds ----------------------------------------------------------------------
 
 # What was measured with a version says so: `jax 0.10.2`, `jaxlib 0.10.2`, `jax 0.10 to

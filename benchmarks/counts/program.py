@@ -35,21 +35,15 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, int]:
     }
 
 
-# Instructions whose result is a tuple that has the operand in it.
-_RESULT_HOLDS_OPERANDS = frozenset(
-    {"copy-start", "all-gather-start", "collective-permute-start"}
-)
-
-
 def operand_and_result_bytes(text: str) -> int:
     """Bytes that the kernels of an optimized HLO module read and write."""
 
     def size(instruction: Any, shapes: dict[str, str]) -> int:
         total = counter.bytes_of_shape(instruction.shape)
-        if instruction.opcode in _RESULT_HOLDS_OPERANDS:
+        if instruction.opcode in counter.RESULT_HOLDS_OPERANDS:
             return total
         operands = [shapes[one] for one in instruction.operands if one in shapes]
         return total + sum(map(counter.bytes_of_shape, operands))
 
-    bodies, entry = counter.bodies_of(text)
-    return sum(times * size(*run) for *run, times in counter.runs(bodies, entry, size))
+    kernels = counter.parse(text).kernels(size)
+    return sum(times * size(*run) for *run, times in kernels)

@@ -408,8 +408,8 @@ def noted(
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
     precision = choice.precision.value
-    told = primitive, kind, precision, reason, weight, rule, path, formats, platform
-    note = Note(*told)
+    facts = primitive, kind, precision, reason, weight, rule, path, formats, platform
+    note = Note(*facts)
     return _write(note)
 
 

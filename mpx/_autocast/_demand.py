@@ -322,6 +322,8 @@ def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
         elif properties_of.program:
             inputs = tuple(isinstance(a, Literal) or a in known for a in atoms)
             inner = open_jaxpr(program_of(equation))
+            # unsure: a limit on tracing time, not measured; a longer program hides a
+            # weight
             if any(inputs) and len(inner.eqns) < 8:  # only ones that do little else
                 found = _declared_variables(inner, inputs)
                 known.update(

@@ -213,11 +213,11 @@ def force_full_precision(
     if func is None:
         return functools.partial(force_full_precision, return_dtype=return_dtype)
     refuse_uncallable(func, _CALL)
-    told = None if return_dtype is None else float_dtype(return_dtype, _CALL)
+    given_dtype = None if return_dtype is None else float_dtype(return_dtype, _CALL)
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        result = half_precision_datatype() if told is None else told
+        result = half_precision_datatype() if given_dtype is None else given_dtype
         if not _may_have_effects(func):
             is_done, found = as_program(func, args, kwargs, _FULL, result)
             if is_done:

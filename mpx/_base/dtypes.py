@@ -1,12 +1,12 @@
 """Names and facts of dtypes, and the half precision datatype of explicit functions.
 
 *Half precision* is float16 or bfloat16, *full precision* float32, *low precision* 8
-bits and fewer. This is the one place where a string becomes a dtype.
+bits and fewer. Only this module converts strings to dtypes.
 
 The half precision datatype has a default for the whole process
-(`set_half_precision_datatype`, as `jax.config.update` does it) and a value for one
-thread (`half_precision`). Both are part of the cache key of `jax.jit`: a function that
-was compiled under one setting is traced anew under another.
+(`set_half_precision_datatype`, like `jax.config.update`) and a value for one thread
+(`half_precision`). Both are part of the cache key of `jax.jit`: a change retraces
+compiled functions.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import numpy as np
 from .jax_compat import set_for_all_threads
 from .typing import DTypeLike
 
-# Python floats: no array is made at import, and they promote no half-precision array.
+# Python floats: import makes no array, and they do not promote half-precision arrays.
 FLOAT16_MAX: float = float(ml_dtypes.finfo(np.float16).max)
 """The largest finite float16, $(2 - 2^{-10}) \\cdot 2^{15} = 65504$, a Python float."""
 BFLOAT16_MAX: float = float(ml_dtypes.finfo(jnp.bfloat16).max)
@@ -28,7 +28,7 @@ BFLOAT16_MAX: float = float(ml_dtypes.finfo(jnp.bfloat16).max)
 
 HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
-# JMP's short names; numpy's own reading of "f16" would be a 16-byte float.
+# JMP's short names; NumPy reads "f16" as a 16-byte float.
 _SHORT_NAMES = {
     "f16": "float16",
     "bf16": "bfloat16",
@@ -37,8 +37,8 @@ _SHORT_NAMES = {
     "full": "float32",
 }
 
-# A cast to one of these would give a number without the scale that gives it a meaning
-# (float8_e8m0fnu is itself a scale; formats of 4 bits turn NaN into a number).
+# A cast to one of these would drop the scale without which the values are meaningless
+# (float8_e8m0fnu is itself a scale; 4-bit formats turn NaN into a number).
 _NOT_A_TARGET = ("float8_e8m0fnu", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
 
 _half_precision = jax.make_user_context(default_value="float16")
@@ -93,18 +93,18 @@ def float_dtype_names() -> list[str]:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Whether a dtype is float16 or bfloat16."""
+    """Returns whether a dtype is float16 or bfloat16."""
     return dtype in HALF
 
 
 def full_precision_of(dtype: np.dtype) -> np.dtype:
-    """The dtype that scales are applied in: at least float32, complex for complex."""
+    """Returns the dtype to apply scales in: at least float32, complex for complex."""
     is_wide = dtype == np.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
     return dtype if is_wide else np.dtype(np.float32)
 
 
 def dtype_of_gradient(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
-    """The dtype of the gradient of a weight; complex numbers have no other."""
+    """Returns the dtype of a weight's gradient; complex ones keep theirs."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return full_precision_of(dtype) if asked is None or is_complex else asked
 

@@ -1,7 +1,7 @@
 """Building blocks of error messages.
 
-Every message says what must hold (with the public function and the argument in
-backticks), what came, and what to do. The blocks here only describe what came.
+Every message states the requirement (with the public function and the argument in
+backticks), the value received, and the fix. The blocks here only describe the value.
 """
 
 import sys
@@ -28,23 +28,23 @@ def describe(value: object) -> str:
 
 
 def at_path(path: str) -> str:
-    """Names the place of a leaf: "" for the tree itself."""
+    """Returns "at" and a leaf's path for a message; "" for the tree itself."""
     return f" at `{path}`" if path else ""
 
 
 def listing(names: Any) -> str:
-    """Joins eight names for a message and says how many were left out."""
+    """Joins up to eight names for a message, and counts the others."""
     names = [f"`{name}`" for name in names]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
 def differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Lists which names are missing, unknown, or of another shape; "" for none.
+    """Lists names that are missing, unknown, or of another shape; "" if none.
 
     Args:
         wanted: The shape that each name must have, or None for any.
-        given: The shapes that came.
+        given: The actual shapes.
     """
     missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
     both = sorted(wanted.keys() & given.keys())
@@ -59,7 +59,7 @@ def differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 def read_texts(
     value: object, must: str, *, may_be_empty: bool = False
 ) -> tuple[str, ...]:
-    """Reads an option that is a text, or several of them; `must` begins the error."""
+    """Reads an option that is a string or several; `must` begins the error."""
     texts = (value,) if isinstance(value, str) else value
     is_several = isinstance(texts, list | tuple | set | frozenset)
     if not is_several or not all(
@@ -69,7 +69,7 @@ def read_texts(
     return tuple(texts)
 
 
-# Whose frames stand between a call of mpx and the user's line.
+# Packages with frames between a call of mpx and the user's line.
 _NOT_THE_USER = {"mpx", "jax", "jaxlib", "equinox", "flax", "jaxtyping", "beartype"}
 _NOT_THE_USER |= {"contextlib", "functools"}
 
@@ -77,7 +77,7 @@ _NOT_THE_USER |= {"contextlib", "functools"}
 def warn_user(message: str) -> None:
     """Warns at the user's line, not at one of mpx or of JAX.
 
-    So Python shows it once for each such line, however often the line runs.
+    So Python shows the warning once per line, however often the line runs.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_ours(frame):

@@ -1,12 +1,12 @@
-"""What differs from one version of JAX to the next, each behind a function.
+"""Everything that differs between versions of JAX, each behind a function.
 
 Tested with jax 0.10, 0.11 and 0.12. All modules of JAX used here are public, but not
 everything is documented: the classes in a name stack, the context and traceback of an
-equation, `get_bind_params`. So a new version is tried here first.
+equation, `get_bind_params`. So test a new version here first.
 
-Elsewhere are the names of primitives, which may be new or renamed
+Other modules contain the names of primitives, which may be new or renamed
 (`_program/primitives.py`, `REWRITES` in `_autocast/`), the versions of XLA:CPU that
-`_tools/_doctor.py` warns of, and Pallas's Triton backend (`contrib/`).
+`_tools/_doctor.py` warns about, and Pallas's Triton backend (`contrib/`).
 """
 
 import contextlib
@@ -24,31 +24,31 @@ from jax.interpreters import ad, mlir, partial_eval
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-# Since jaxlib 0.11 XLA's CPU compiler sums some products of bfloat16 in bfloat16.
+# Since jaxlib 0.11 XLA's CPU compiler sums some bfloat16 matmuls in bfloat16.
 NEEDS_CPU_FORM = jax.__version_info__ >= (0, 11)
-# With jaxlib 0.10.0 it has no such library, and no such products of some shapes.
+# jaxlib 0.10.0 lacks the CPU library, and some shapes of such matmuls.
 HAS_CPU_FORM = jax.__version_info__ >= (0, 10, 2)
-# Before, it widens the whole of a bfloat16 array of which a part is written.
+# Earlier versions convert a whole bfloat16 array to float32 to write a part of it.
 WIDENS_STACKS = jax.__version_info__ < (0, 11)
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes over which the code being traced runs once per device.
+    """Returns the mesh axes over which the code being traced runs once per device.
 
-    These are the axes of `shard_map` and of `pmap`; empty elsewhere, also under
-    `jax.jit` over a mesh, where the program is one for all devices.
+    These are the axes of `shard_map` and of `pmap`. Empty elsewhere, also under
+    `jax.jit` over a mesh, where all devices share one program.
     """
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def spans_devices(leaf: object) -> bool:
-    """Whether an array, as far as its type says, lies on a mesh of several devices."""
+    """Returns whether an array's type has a mesh of several devices."""
     mesh = _mesh_of(leaf)
     return mesh is not None and mesh.size > 1
 
 
 def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
-    """The mesh that an array lies on, as far as its type says; None without one."""
+    """Returns the mesh in an array's type; None without one."""
     if not isinstance(leaf, jax.Array):
         return None
     sharding = getattr(jax.typeof(leaf), "sharding", None)
@@ -57,7 +57,7 @@ def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
 
 
 def mesh_of(leaves: Sequence[object]) -> Mesh | AbstractMesh | None:
-    """The mesh that is set, or else the one that arrays lie on; None without one."""
+    """Returns the current mesh, or else the arrays' mesh; None without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
@@ -66,19 +66,16 @@ def mesh_of(leaves: Sequence[object]) -> Mesh | AbstractMesh | None:
 
 
 def is_on_a_mesh() -> bool:
-    """Whether the code being traced is for several devices, as a mesh that is set says.
-
-    So does `shard_map`.
-    """
+    """Returns whether the current mesh, e.g. of `shard_map`, has several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1
 
 
 def is_for_tpu() -> bool:
-    """Whether the code being traced is for TPUs.
+    """Returns whether the code being traced is for TPUs.
 
-    By the devices of the mesh where it tells, else by JAX's default device, which
-    starts the backend.
+    The mesh's device decides if known, else JAX's default device, which starts the
+    backend.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = getattr(device, "device_kind", None)
@@ -95,10 +92,10 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
 
     Args:
         equation: The equation.
-        *operands: What to bind its primitive to.
+        *operands: The new operands.
 
     Returns:
-        The results as a list, also where the primitive has just one.
+        The results as a list, even if there is just one.
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
@@ -107,10 +104,10 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
 
 
 def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
-    """Has policies of `jax.checkpoint` asked about a primitive as if it were another.
+    """Makes policies of `jax.checkpoint` treat a primitive as another one.
 
-    They know JAX's products by identity. A result that a policy would move to the
-    memory of the host is kept where it is.
+    They compare JAX's primitives by identity. A result that a policy would offload to
+    the host is saved on the device.
     """
 
     def rule(policy: Any, unknown: Any, is_made: Any, equation: JaxprEqn) -> Any:
@@ -128,24 +125,24 @@ def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
 
 
 def layouts_are_said(context: Any) -> bool:
-    """Whether a layout may be said of arrays in what is lowered in a context.
+    """Returns whether a lowering can constrain the layouts of arrays.
 
-    Not in an exported program, which holds no such call, nor where the compiler divides
-    the program among devices: that of jaxlib 0.10 gathers what the call reads.
+    It cannot in an exported program, which must not contain such a call, nor where the
+    compiler partitions the program: jaxlib 0.10 gathers the call's operand.
     """
     module = context.module_context
     axes = module.axis_context
     if module.lowering_parameters.for_export:
         return False
-    if isinstance(axes, mlir.SPMDAxisContext):  # by hand, over some axes of a mesh
+    if isinstance(axes, mlir.SPMDAxisContext):  # `shard_map`, over some axes of a mesh
         return set(axes.manual_axes) == set(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) == 1
 
 
 def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:
-    """The sharding that a type says, of an array whose axes are in another order.
+    """Returns a type's sharding for an array with permuted axes.
 
-    None without a mesh; on all devices where the type says none.
+    None without a mesh; replicated if the type has no sharding.
     """
     sharding = aval.sharding
     if not sharding.mesh.empty:
@@ -157,19 +154,19 @@ def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:
 
 
 def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
-    """An array that gives way in promotion, as a Python number does, or no longer."""
-    # The function around it makes arrays of strong types only.
+    """Returns an array that is weakly typed, as a Python number is, or strongly."""
+    # `jax.lax.convert_element_type` only makes strongly typed arrays.
     convert = jax.lax.convert_element_type_p
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
 def execution_context(equation: JaxprEqn) -> contextlib.AbstractContextManager[object]:
-    """The mesh that an equation is for, and the device that computes it."""
+    """Returns a context with an equation's mesh and device."""
     return equation.ctx.manager
 
 
 def execution_key(equation: JaxprEqn) -> Hashable:
-    """What equations have in common that are for the same mesh and device."""
+    """Returns a key that is equal for equations of the same mesh and device."""
     context = equation.ctx
     metadata = tuple(sorted((context.xla_metadata or {}).items()))
     return context.cur_abstract_mesh, context.compute_type, metadata
@@ -177,9 +174,9 @@ def execution_key(equation: JaxprEqn) -> Hashable:
 
 @contextlib.contextmanager
 def equation_context(equation: JaxprEqn) -> Iterator[None]:
-    """What an equation was traced in, for what is emitted for it.
+    """Enters the context of an equation, to emit others for it.
 
-    Its source lines, its named scopes, and its execution context.
+    This sets its source lines, named scopes and execution context.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
@@ -189,29 +186,29 @@ def equation_context(equation: JaxprEqn) -> Iterator[None]:
 
 
 class _NoTraceback:
-    """Says that there is none: JAX takes None for "leave it as it is".
+    """A traceback that means "none": JAX takes None for "unchanged".
 
-    In jax 0.10 to 0.12; a context of its own would do as well, if it could be reset.
+    In jax 0.10 to 0.12; a separate context would also do, if it could be reset.
     """
 
     def __bool__(self) -> bool:
         return False
 
     def as_python_traceback(self) -> None:
-        """What JAX asks for where an error passes by."""
+        """Returns None to JAX, which filters tracebacks of errors."""
 
 
 def own_source_lines() -> contextlib.AbstractContextManager[object]:
-    """What is traced inside has the lines that call it, not those of an equation."""
+    """Returns a context where traced code has its own lines, not an equation's."""
     nothing: Any = _NoTraceback()
     stack = source_info_util.current_name_stack()
     return source_info_util.user_context(nothing, name_stack=stack)
 
 
 def traced_for_all(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for `jax.jit`, what it traces without the lines of its first caller.
+    """Wraps a function for `jax.jit`, to trace it without its first caller's lines.
 
-    JAX keeps what it has traced, and gives it to callers on other lines.
+    JAX caches traces, and reuses them for callers on other lines.
     """
 
     @functools.wraps(func)
@@ -223,48 +220,48 @@ def traced_for_all(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def place_of(program: Jaxpr) -> tuple[str, int]:
-    """File and line of the function that a program was traced from; "" if unknown."""
+    """Returns a program's traced function as file and line; "" if unknown."""
     _, _, place = program.debug_info.func_src_info.partition(" at ")
     file, _, line = place.rpartition(":")
     return (file, int(line)) if line.isdigit() else ("", 0)
 
 
 def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
-    """The named scopes of an equation, the outermost first, without transforms."""
-    # The classes are not public, so they are told apart by name (jax 0.10 to 0.12).
+    """Returns the named scopes of an equation, outermost first, without transforms."""
+    # The classes are not public, so compare their names (jax 0.10 to 0.12).
     stack = equation.source_info.name_stack.stack
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
 def manual_axes_of(equation: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes over which an equation runs once per device: see `manual_axes`."""
+    """Returns the mesh axes over which an equation is manual: see `manual_axes`."""
     return tuple(equation.ctx.cur_abstract_mesh.manual_axes)
 
 
 def is_transposed(equation: JaxprEqn) -> bool:
-    """Whether an equation was made by transposing a derivative."""
+    """Returns whether an equation was made by transposing a derivative."""
     return "transpose" in _transforms(equation)
 
 
 def is_differentiated(equation: JaxprEqn) -> bool:
-    """Whether an equation is part of a derivative."""
+    """Returns whether an equation is part of a derivative."""
     return not _transforms(equation).isdisjoint(("jvp", "transpose"))
 
 
 def _transforms(equation: JaxprEqn) -> set[str]:
-    """The transforms of JAX that made an equation; a named scope is none."""
+    """Returns the transforms of JAX that made an equation, without named scopes."""
     stack = equation.source_info.name_stack.stack
     return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
 
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
+    """Returns the parameters of a scan equation that `jax.lax.scan` takes."""
     names = ("length", "reverse", "unroll", "_split_transpose")
     return {name: params[name] for name in names if name in params}
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan equation are constants, and how many are carried."""
+    """Returns how many constants and how many carries a scan equation has."""
     if "num_consts" in params:  # before jax 0.11
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -272,53 +269,53 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The jaxpr without its constants; before jax 0.11 a class of its own."""
+    """Returns the jaxpr without its constants; before jax 0.11 a separate class."""
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
 
 def named_as(closed: ClosedJaxpr, original: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """A program that says it was traced from the function that another one was."""
+    """Returns a program with another one's function in its debug info."""
     jaxpr, place = open_jaxpr(closed), open_jaxpr(original).debug_info.func_src_info
-    info = jaxpr.debug_info._replace(func_src_info=place)  # it has its own operands
+    info = jaxpr.debug_info._replace(func_src_info=place)  # keep the operands' names
     return ClosedJaxpr(jaxpr.replace(debug_info=info), closed.consts)
 
 
 def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:
-    """Code and instruction of each frame of an equation's traceback, innermost first.
+    """Returns code and instruction of each frame of a traceback, innermost first.
 
-    Empty where this version of JAX does not say.
+    Empty where this version of JAX does not have them.
     """
     found = getattr(traceback, "raw_frames", None)
     return list(zip(*found(), strict=True)) if found else []
 
 
 def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
-    """The mesh axes over which a shard_map equation splits its program."""
+    """Returns the mesh axes over which a shard_map equation splits its program."""
     is_new = "newly_manual_axes" in params  # since jax 0.11
     axes = params["newly_manual_axes" if is_new else "manual_axes"]
-    # A set, whose order differs from process to process.
+    # `axes` is a set, whose order differs between processes.
     return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
 
 
 def composite_parameter(params: dict[str, Any]) -> str:
-    """The name of the parameter that holds the decomposition of a composite."""
+    """Returns the parameter that holds the decomposition of a composite."""
     return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11
 
 
 def stack(arrays: Sequence[Any]) -> Array:
-    """Arrays of one type, along a new first axis."""
+    """Stacks arrays of one type along a new first axis."""
     found = getattr(jax.lax, "stack", None)  # since jax 0.10.1; several times as fast
     return jax.numpy.stack(arrays) if found is None else found(arrays)
 
 
 def varying_axes(x: object) -> frozenset[str]:
-    """The axes of `shard_map` on which a value varies; empty where nobody checks."""
+    """Returns the axes of `shard_map` on which a value varies; empty if unchecked."""
     return type_varies_on(jax.typeof(x))
 
 
 def type_varies_on(kind: object) -> frozenset[str]:
-    """The axes of `shard_map` on which values of a type vary."""
+    """Returns the axes of `shard_map` on which values of a type vary."""
     found = getattr(kind, "manual_axis_type", None)
     return frozenset() if found is None else frozenset(found.varying)
 
@@ -326,9 +323,9 @@ def type_varies_on(kind: object) -> frozenset[str]:
 def shape_varying_like(
     x: object, shape: tuple[int, ...], dtype: object
 ) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a result that varies on the axes of `shard_map` that `x` does.
+    """Returns the type of a result that varies on the same `shard_map` axes as `x`.
 
-    A kernel of Pallas has to say so.
+    Pallas kernels need it.
     """
     kind: Any = jax.typeof(x)
     make: Any = jax.ShapeDtypeStruct
@@ -336,18 +333,18 @@ def shape_varying_like(
 
 
 def as_varying(x: object, axes: frozenset[str]) -> Any:
-    """The value as one that varies on these axes of `shard_map`, too."""
-    # Sorted: the order of a set of texts differs from process to process, and processes
+    """Returns the value, marked as varying on these axes of `shard_map`, too."""
+    # Sorted: the order of a set of strings differs between processes, and processes
     # that share devices must run one program.
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def symbolic_zero(aval: AbstractValue) -> Any:
-    """A cotangent known to be zero, as pullbacks of `jax.vjp` take it.
+    """Returns a zero cotangent that pullbacks of `jax.vjp` accept.
 
-    A rule with `symbolic_zeros=True` is then told so; others get an array of zeros, and
-    so do all before jax 0.10.2, whose pullbacks take arrays only.
+    A rule with `symbolic_zeros=True` receives it as a symbolic zero; others get an
+    array of zeros, and so do all before jax 0.10.2, whose pullbacks take arrays only.
     """
     zero = ad.Zero(aval.to_ct_aval())
     is_taken = jax.__version_info__ >= (0, 10, 2)
@@ -355,7 +352,7 @@ def symbolic_zero(aval: AbstractValue) -> Any:
 
 
 def set_for_all_threads(context: Any, value: object) -> None:
-    """Sets the default of a user context; what was traced with another is stale."""
+    """Sets the default of a user context, which invalidates earlier traces."""
     if not hasattr(context, "set_global"):  # before jax 0.10.1
         raise RuntimeError(
             "`mpx.set_half_precision_datatype` needs jax 0.10.1 or later; this is "
@@ -369,14 +366,15 @@ def set_for_all_threads(context: Any, value: object) -> None:
 def explaining(
     kinds: tuple[type[Exception], ...], words: tuple[str, ...], message: str
 ) -> Iterator[None]:
-    """Says another message in the place of JAX's, which is `{error}` in it.
+    """Replaces a message of JAX by another one, which may contain it as `{error}`.
 
-    Where a version of JAX has other words, its own error comes as it is.
+    Errors without one of the `words`, as other versions of JAX may raise, pass
+    unchanged.
 
     Args:
-        kinds: Which errors.
+        kinds: The types of errors.
         words: One of these is in the message of JAX.
-        message: What to say.
+        message: The new message.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Leaves and paths of PyTrees: which leaves are floats, are they finite, choose a tree.
+"""Leaves and paths of PyTrees: find float leaves, check finiteness, choose a tree.
 
-A *float leaf* is a JAX or numpy array, a numpy scalar or a `jax.ShapeDtypeStruct` whose
-dtype is float16, bfloat16, float32 or float64. Integers, booleans, PRNG keys, complex
-numbers, Python scalars, callables, strings and None are not. Nor are formats of 8 bits
-and fewer: such an array means nothing without its scale.
+A *float leaf* is a JAX or NumPy array, a NumPy scalar or a `jax.ShapeDtypeStruct` with
+dtype float16, bfloat16, float32 or float64. Integers, booleans, PRNG keys, complex
+numbers, Python scalars, callables, strings and None are not float leaves. Nor are
+formats of 8 bits and fewer, which are meaningless without their scale.
 """
 
 import abc
@@ -22,14 +22,14 @@ from .errors import at_path, describe
 from .jax_compat import stack
 from .typing import BoolLike, BoolScalar
 
-# Dtypes and not their names, which numpy puts together anew each time it is asked.
+# Dtypes and not their names, which NumPy builds again on each access.
 _FLOATS = frozenset(
     np.dtype(x) for x in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 )
 
 
 def is_float_leaf(leaf: object) -> bool:
-    """Whether a leaf is an array of float16, bfloat16, float32 or float64."""
+    """Returns whether a leaf is an array of float16, bfloat16, float32 or float64."""
     return (
         isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
         and leaf.dtype in _FLOATS
@@ -37,7 +37,7 @@ def is_float_leaf(leaf: object) -> bool:
 
 
 def is_inexact_leaf(leaf: object) -> bool:
-    """Whether a leaf is an array of real or complex numbers of more than 8 bits."""
+    """Returns whether a leaf is a real or complex array of more than 8 bits."""
     return is_float_leaf(leaf) or (
         isinstance(leaf, jax.Array | np.ndarray | np.generic)
         and jnp.issubdtype(leaf.dtype, jnp.complexfloating)
@@ -45,9 +45,9 @@ def is_inexact_leaf(leaf: object) -> bool:
 
 
 def is_trainable(leaf: object) -> bool:
-    """Whether a leaf is a JAX array that gradients are taken of.
+    """Returns whether a leaf is a JAX array to differentiate by.
 
-    Not so formats of 8 bits and fewer, which are numbers only together with a scale.
+    Formats of 8 bits and fewer are not, because they need a scale.
     """
     return isinstance(leaf, jax.Array) and is_inexact_leaf(leaf)
 
@@ -58,11 +58,12 @@ W = TypeVar("W")
 class WeightsByPath(Generic[W]):
     """Finds the weights that an array of an optimizer's state may belong to.
 
-    Transformations keep trees like the weights, so the array's path ends with that of
-    its weight: `[0].mu['b']['a']` belongs to `['b']['a']`, and not to `['a']`.
+    Transformations store trees of the weights' structure, so the array's path ends with
+    the path of its weight: `[0].mu['b']['a']` belongs to `['b']['a']`, and not to
+    `['a']`.
 
     Args:
-        weights: What is known of each weight, with its path.
+        weights: The path of each weight, and data about it.
     """
 
     def __init__(self, weights: Iterable[tuple[KeyPath, W]]) -> None:
@@ -74,14 +75,14 @@ class WeightsByPath(Generic[W]):
                 self._parts.setdefault(path[1:], []).append(weight)
 
     def __iter__(self) -> Iterator[W]:
-        """The weights, in their order."""
+        """Yields the data of the weights, in order."""
         return (weight for several in self._whole.values() for weight in several)
 
     def of(self, path: KeyPath) -> Iterator[tuple[KeyPath, W]]:
-        """The weights whose path `path` ends with, and that end, the longest first.
+        """Yields weights whose path is an end of `path`, with that end, longest first.
 
-        Where it ends with none, those whose path does without its first key: what is
-        kept of a part of the weights, as of the fast ones of `optax.lookahead`.
+        If there are none, yields those whose path without its first key is such an end:
+        state for a part of the weights, such as the fast weights of `optax.lookahead`.
         """
         for known in (self._whole, self._parts):
             found = False
@@ -95,14 +96,14 @@ class WeightsByPath(Generic[W]):
 
 @jax.tree_util.register_pytree_with_keys_class
 class NamedLeaves:
-    """Leaves that were taken out of an object, as one node of a tree.
+    """Leaves that were extracted from an object, as one node of a tree.
 
-    It stands in the object's place where JAX wants a tree, and its paths read as those
-    into the object would: `args[0].layers[0].kernel`.
+    It replaces the object where JAX needs a tree, with the same paths:
+    `args[0].layers[0].kernel`.
 
     Args:
-        label: Tells the nodes of one tree apart.
-        names: One for each leaf, such as `layers[0].kernel`.
+        label: Distinguishes the nodes of one tree.
+        names: The name of each leaf, such as `layers[0].kernel`.
         leaves: The leaves.
     """
 
@@ -114,7 +115,7 @@ class NamedLeaves:
         self.leaves = tuple(leaves)
 
     def tree_flatten_with_keys(self) -> PyTree:
-        """The leaves by name."""
+        """Returns the leaves, each with its name as key."""
         keys = [jax.tree_util.GetAttrKey(name) for name in self.names]
         return list(zip(keys, self.leaves, strict=True)), (self.label, self.names)
 
@@ -122,29 +123,29 @@ class NamedLeaves:
     def tree_unflatten(
         cls, form: tuple[int, tuple[str, ...]], leaves: Sequence[object]
     ) -> Self:
-        """The node with other leaves."""
+        """Rebuilds the node with other leaves."""
         label, names = form
         return cls(label, names, leaves)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class ModelState(NamedLeaves):
-    """Named leaves that a model changes as it runs: statistics, random streams."""
+    """Named leaves that a model updates as it runs: statistics, random streams."""
 
 
 class Whole(eqx.Module):
-    """A module whose arrays mean nothing alone, such as numbers without their scale.
+    """A module whose arrays are meaningless alone, such as codes without their scale.
 
-    Casts do not look into it. It is no array, and where one is wanted it says how to
-    get it.
+    Casts do not enter it. It is not an array; its error where one is needed names the
+    conversion.
     """
 
-    # numpy leaves the operators to it, too.
+    # NumPy, too, defers operators to it.
     __array_ufunc__ = None
 
     @abc.abstractmethod
     def _words(self) -> str:
-        """That it is no array, and what to do."""
+        """Returns the error message: it is not an array, and the fix."""
 
     def _refused(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(self._words())
@@ -165,14 +166,14 @@ class Whole(eqx.Module):
 
 @jax.tree_util.register_pytree_with_keys_class
 class Guard:
-    """One boolean beside arrays that mean nothing alone, to notice arithmetic.
+    """A boolean beside arrays that are meaningless alone, to detect arithmetic.
 
-    `jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, ...)` computes with every array that
-    it finds. Numbers of 8 bits and their scale, each on its own, would become garbage,
-    of the same dtypes. A boolean does not stay one, and the tree is refused as it is
-    put together again. What moves arrays as they are (selects, shards, stacks, copies,
-    saves), or makes zeros like them, keeps it. So do a plain sum of two trees and a
-    result that is cast back to each leaf's dtype, which are not detected.
+    `jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, ...)` computes with every array.
+    Codes of 8 bits and their scale, combined separately, would become garbage of the
+    same dtypes. Arithmetic changes the boolean's dtype, so rebuilding the tree raises.
+    Functions that move arrays unchanged (select, shard, stack, copy, save) or make
+    zeros like them keep it. A plain sum of two trees does, too, and a result cast back
+    to each leaf's dtype; these are not detected.
 
     Args:
         leaf: The boolean.
@@ -182,12 +183,12 @@ class Guard:
         self.leaf = leaf
 
     def tree_flatten_with_keys(self) -> PyTree:
-        """The boolean."""
+        """Returns the boolean as the only leaf."""
         return [(jax.tree_util.GetAttrKey("leaf"), self.leaf)], None
 
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> Any:
-        """The guard again, if nothing was computed."""
+        """Rebuilds the guard; raises if the boolean was computed with."""
         (leaf,) = leaves
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
@@ -204,28 +205,28 @@ class Guard:
 
 
 def is_whole(node: object) -> bool:
-    """Whether a node of a tree is no collection of arrays, but one thing."""
+    """Returns whether a tree node must not be split into its arrays."""
     return isinstance(node, Whole)
 
 
 def keeps_dtypes(node: object) -> bool:
-    """Whether a node of a tree is one that casts of inputs do not look into."""
+    """Returns whether casts of inputs do not enter a tree node."""
     return is_whole(node) or is_model_state(node)
 
 
 def is_model_state(node: object) -> bool:
-    """Whether a node of a tree is a model's state: Equinox's, or taken from NNX."""
+    """Returns whether a tree node is a model's state: Equinox's, or from NNX."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex | ModelState)
 
 
 class Filled:
     """Arrays filled with one number, made once for each shape and dtype.
 
-    Layers repeat, so the leaves of a model have few shapes. An operation of a leaf with
-    the number itself would broadcast it anew for every leaf.
+    Layers repeat, so a model's leaves have few shapes. An operation of a leaf with the
+    scalar itself would broadcast it again for every leaf.
 
     Args:
-        number: Gives the number as a scalar of a dtype.
+        number: Returns the number as a scalar of a dtype.
     """
 
     def __init__(self, number: Callable[[np.dtype], Array]) -> None:
@@ -233,7 +234,7 @@ class Filled:
         self._made: dict[tuple[tuple[int, ...], np.dtype], Array] = {}
 
     def like(self, leaf: Array) -> Array:
-        """The array of the shape and dtype of a leaf."""
+        """Returns the array with the shape and dtype of a leaf."""
         key = leaf.shape, leaf.dtype
         if key not in self._made:
             self._made[key] = jax.lax.broadcast(self._number(leaf.dtype), leaf.shape)
@@ -241,7 +242,7 @@ class Filled:
 
 
 def path_text(path: KeyPath) -> str:
-    """Writes a key path as one would write it in code: `layers[0].weight`."""
+    """Formats a key path as in code: `layers[0].weight`."""
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
@@ -252,7 +253,7 @@ def leaves_with_paths(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
 
 
 def finite_by_leaf(tree: PyTree) -> list[BoolScalar]:
-    """Says for each leaf, in the order of `jax.tree.leaves`, whether it is finite.
+    """Returns for each leaf, in the order of `jax.tree.leaves`, whether it is finite.
 
     Leaves that cannot be NaN or infinite (integers, keys, strings, ...) count as
     finite.
@@ -271,7 +272,7 @@ def _is_finite(leaf: object) -> BoolScalar:
             array = array.astype(jnp.float32)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
             return _is_finite(array.real) & _is_finite(array.imag)
-        # Primitives: `jnp.all(jnp.isfinite(...))` takes several times as long to trace.
+        # Primitives: tracing `jnp.all(jnp.isfinite(...))` takes several times as long.
         flags = jax.lax.is_finite(array)
         return jax.lax.reduce_and(flags, axes=tuple(range(flags.ndim)))
     return jnp.asarray(True)
@@ -373,7 +374,7 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
 
 def _why_no_choice(a: Any, b: Any) -> tuple[str, str] | None:
-    """What is wrong with two leaves and what to do about it; None if nothing is."""
+    """Returns what is wrong with two leaves and how to fix it; None if nothing is."""
     is_array_a, is_array_b = _is_any_array(a), _is_any_array(b)
     if is_array_a and is_array_b:
         if a.dtype == b.dtype and a.shape == b.shape:

@@ -1,8 +1,8 @@
 """Annotations that more than one module needs.
 
-An argument that mpx validates itself, with an error that says what to do, is annotated
+An argument that mpx validates itself, with an error that names the fix, is annotated
 with one of the aliases below. A static checker sees the precise type; a runtime checker
-(the jaxtyping hook of the tests) sees `Any`, so that ours is the error a user reads.
+(the jaxtyping hook of the tests) sees `Any`, so that users get mpx's error.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,21 @@ Program: TypeAlias = Jaxpr | ClosedJaxpr
 # An operand of an equation, or a result of a program.
 Atom: TypeAlias = Var | Literal
 
-# A predicate over leaves: it is given the leaf's path as text, and the leaf.
+# A predicate over leaves: it receives the leaf's path as a string, and the leaf.
 LeafPredicate: TypeAlias = Callable[[str, Any], bool]
 
 if TYPE_CHECKING:
     DTypeLike: TypeAlias = jax.typing.DTypeLike
     ScalarLike: TypeAlias = jax.typing.ArrayLike
     BoolLike: TypeAlias = bool | Bool[Array, ""]
-    # In a program that `jax.export` makes a length may be a symbol, not an integer.
+    # A length may be symbolic in a program that `jax.export` makes, not an integer.
     Length: TypeAlias = int
     Shape: TypeAlias = tuple[int, ...]
-    # The type of an operand or a result: of an array, but for tokens and references,
+    # The type of an operand or a result: an array's, except for tokens and references,
     # which have neither shape nor dtype.
     Aval: TypeAlias = ShapedArray
-    # An array in a program: of JAX, or a number that stands in it, which is NumPy's or
-    # of a class of JAX's that has no public name.
+    # An array in a program: JAX's, or a literal, which is NumPy's or of a private class
+    # of JAX.
     AnyArray: TypeAlias = Array
 else:
     Aval = AbstractValue

@@ -1,4 +1,4 @@
-"""`wraps`: `functools.wraps` for whatever can be called."""
+"""`wraps`: `functools.wraps` for all callables, PyTrees included."""
 
 import functools
 from collections.abc import Callable
@@ -11,17 +11,17 @@ _TEXTS = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
 def name_of(func: object) -> str:
-    """What a function, or whatever else is called, is called in a report."""
+    """Returns the name of a callable for reports."""
     return getattr(func, "__name__", None) or type(func).__name__
 
 
 def wraps(func: Callable[..., PyTree]) -> Callable[[Any], Any]:
-    """As `functools.wraps`, of callable PyTrees, too.
+    """Returns a decorator like `functools.wraps`, also for callable PyTrees.
 
-    Their own attributes are no attributes of the wrapper, and what they call their name
-    may be None, as in Equinox's wrappers. JAX follows `__wrapped__` for the name in its
-    messages, and would print a whole layer with all its fields each time it is traced:
-    for Equinox's modules there is none.
+    The fields of a PyTree are not copied to the wrapper, and its `__name__` may be
+    None, as in Equinox's wrappers. JAX follows `__wrapped__` for the name in its
+    messages, and would print a whole layer with all its fields at each trace, so
+    wrappers of Equinox modules have none.
     """
     names = [n for n in _TEXTS if isinstance(getattr(func, n, None), str)]
     assigned = (*names, "__annotations__")

@@ -1,8 +1,16 @@
-"""The state of a training step in 8 and 16 bits.
+"""Memory between training steps: master weights, optimizer state in 8 and 16 bits.
 
-Vocabulary: a *code* says how a number is stored (`_codes`); a *kind* is what is proved
-of an array of a state from the program of its optimizer (`_kinds`, by the bounds of
-`_intervals`); *low bits* are what bfloat16 leaves out of float32 (`_bits`).
+In order of reading:
+
+- `_codes`: an array in 8 or 16 bits (`CompressedArray`). A *code* is how a number is
+  stored; *low bits* are the 16 bits that bfloat16 omits from float32.
+- `_intervals`: the *kind* of each array of a state (never negative, a sum, a copy of
+  the weights), proved from the optimizer's program.
+- `_compress_state`: an Optax transformation whose state is stored in these codes.
+- `_small_weights`: bfloat16 weights with 16, 8 or no low bits beside them.
+- `_master_weights`: `master_weights` with float32 masters, and `full_weights`.
+- `_init_optimizer`: a state that is sharded as the weights are.
+- `_state_bytes`: the bytes of weights and state, by part.
 """
 
 from ._codes import CompressedArray

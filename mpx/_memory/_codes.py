@@ -1,8 +1,8 @@
-"""An array of a state that is stored in 8 or 16 bits.
+"""Arrays of an optimizer's state in 8 or 16 bits: bits, codes and `CompressedArray`.
 
-What is restored from a file may be cast to the dtype of a template, as Orbax does, and
-codes of 8 bits are then taken for those of 16. So the name of the codes says what they
-are: a template of another code has other names, and no file fits it.
+Orbax casts restored arrays to the dtype of a template, and would so turn 8-bit codes
+into 16-bit ones. So the name of the codes contains their dtype (`codes_int8`): the
+names of a template with another code do not fit the file.
 """
 
 import dataclasses
@@ -19,49 +19,61 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float32, Int16, PyTree, UInt32
 
+from .._base.dtypes import is_half
 from .._base.errors import describe
 from .._base.jax_compat import manual_axes, varying_axes
 from .._base.tree import Whole, is_float_leaf, path_text
 from .._quantize import hashed, mixed, places
+from .._settings import cast_leaf
 
-# ----------------------------------------------------------------------------
-# Arithmetic on the bits of float32 numbers: random rounding, upper and lower bits.
+
+def is_half_leaf(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of float16 or bfloat16."""
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
+
+
+def widened(leaf: Any) -> Any:
+    """Casts arrays of float16 and bfloat16 to float32; returns others unchanged."""
+    return cast_leaf(leaf, np.dtype(np.float32)) if is_half_leaf(leaf) else leaf
+
+
+# --- Bits of float32 ------------------------------------------------------------------
 #
 # The bits of positive floating-point numbers, read as an integer, grow with the number,
 # and evenly from one power of two to the next. So adding a random integer below $2^n$
 # and clearing the lowest $n$ bits rounds a number to one of its two neighbours with
-# fewer bits, and its mean is the number. Integers are exact on every device, and XLA
-# leaves no rounding out, as it may do with a pair of casts.
+# fewer bits, and the mean of the result is the number. Integer arithmetic is exact on
+# every device, and XLA removes no rounding, as it may with a pair of casts.
 
-# The bits of infinity, above which are those of NaN, and of one NaN.
+# The bits of infinity (those of NaN are larger), and of one NaN.
 INFINITE, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
 _MAGNITUDE, _SIGN = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
 
 
 def bits_of(x: Float32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The bits of float32 numbers, as integers."""
+    """Returns the bits of float32 numbers as integers."""
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def number_of(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
-    """The float32 numbers of these bits."""
+    """Returns the float32 numbers that have these bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def first_step(weights: PyTree) -> UInt32[Array, ""]:
-    """The number of the first step that draws noise: a hash of the weights.
+    """Returns the number of the first step that draws noise: a hash of the weights.
 
-    So members of an ensemble draw their own, if they start from other weights. It is a
-    sum of integers, the same however the weights are sharded; in `shard_map`, whose
-    shards may be any part of them, the largest of all shards.
+    So members of an ensemble that start from other weights draw other noise. The hash
+    is a sum of integers, so it does not depend on the sharding of the weights. Inside
+    `shard_map` the shards may be any part of the weights: the maximum over all shards.
     """
     total = np.uint32(0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         if not is_float_leaf(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             continue
-        # Odd, so that what differs in one leaf differs.
+        # The factor is odd, so a change of one leaf changes the sum.
         own = _hash(leaf, np.uint32(zlib.crc32(path_text(path).encode()) | 1))
-        # Leaves may lie on other devices each.
+        # Each leaf may be on other devices.
         total = total ^ (own if isinstance(own, Tracer) else np.asarray(own))
     axes = tuple(sorted(manual_axes()))
     total = jnp.asarray(total)
@@ -75,16 +87,15 @@ def _hash(x: Array, factor: Array) -> UInt32[Array, ""]:
 
 
 class Noise:
-    """Draws for a leaf of a state in one step: a hash of place, step and leaf.
+    """Draws random integers for a leaf in one step: a hash of index, step and leaf.
 
-    The place is that in the whole array, so that draws do not depend on how it is
-    sharded.
+    The index is that in the whole array, so draws do not depend on the sharding.
 
     Args:
         step: The number of the step, an integer.
         leaf: The path of the leaf.
-        axes: The axes of `shard_map` on which the array varies. There a place is one in
-            a shard, and the number of the shard is hashed, too.
+        axes: The axes of `shard_map` on which the array varies. With any, the index is
+            that in the shard, and the number of the shard is hashed, too.
     """
 
     def __init__(
@@ -96,11 +107,11 @@ class Noise:
             self._leaf = self._leaf ^ mixed(shard)
 
     def draws(self, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-        """An integer of 32 random bits for each number of an array."""
+        """Returns an integer of 32 random bits for each number of an array."""
         return mixed(mixed(places(shape) ^ self._leaf) + mixed(self._step))
 
     def uniform(self, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-        """A number from [0, 1) for each number of an array, of 23 bits."""
+        """Returns a number from [0, 1), of 23 bits, for each number of an array."""
         one_to_two = (self.draws(shape) >> 9) | np.uint32(0x3F800000)
         return number_of(one_to_two) - np.float32(1)
 
@@ -108,10 +119,10 @@ class Noise:
 def round_randomly(
     x: Float32[Array, "..."], count: int, noise: Noise
 ) -> Float32[Array, "..."]:
-    """Rounds to numbers whose lowest `count` bits are 0, so that the mean stays.
+    """Rounds to numbers whose lowest `count` bits are 0, without changing the mean.
 
-    Infinities and NaN stay. A finite number does not become infinite: the largest
-    ones are rounded towards zero.
+    Infinities and NaN are unchanged. A finite number does not become infinite: the
+    largest ones are rounded towards zero.
     """
     bits, clear = bits_of(x), np.uint32(0xFFFFFFFF << count & 0xFFFFFFFF)
     moved = (bits + (noise.draws(x.shape) >> np.uint32(32 - count))) & clear
@@ -121,13 +132,13 @@ def round_randomly(
 
 
 def split(x: Float32[Array, "..."]) -> tuple[Array, Int16[Array, "..."]]:
-    r"""Splits float32 into the nearest bfloat16 and the 16 bits that it leaves out.
+    r"""Splits float32 into the nearest bfloat16 and the 16 bits that it omits.
 
     $$\operatorname{bits}(x) = 2^{16} \operatorname{bits}(p) + r, \qquad
         -2^{15} \le r < 2^{15}$$
 
-    Ties go away from zero: with ties to even, two numbers would have the same halves.
-    NaN becomes one NaN, and its remainder 0.
+    Ties are rounded away from zero: with ties to even, two numbers would have the same
+    halves. Every NaN becomes one NaN, with the remainder 0.
     """
     bits = bits_of(x)
     is_nan = (bits & _MAGNITUDE) > INFINITE
@@ -139,45 +150,46 @@ def split(x: Float32[Array, "..."]) -> tuple[Array, Int16[Array, "..."]]:
 
 
 def joined(weight: Array, low: Int16[Array, "..."]) -> Float32[Array, "..."]:
-    """The float32 numbers that `split` took apart.
+    """Returns the float32 numbers that `split` took apart.
 
-    The weight may have been changed since. Then the result is less than its distance
-    to a neighbour away; zero, infinity and NaN are what they are, whatever is left.
+    If the weight was changed since, the result differs from it by less than its
+    distance to a neighbour. A weight of zero, infinity or NaN is returned unchanged.
     """
     high = lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32)
     high = high << np.uint32(16)
     rest = lax.convert_element_type(low, jnp.int32)
     bits = high + lax.bitcast_convert_type(rest, jnp.uint32)
     magnitude = high & _MAGNITUDE
-    # Subtracting from the bits of zero, or adding to those of infinity, gives NaN.
+    # Subtracting from the bits of zero or adding to those of infinity would give NaN.
     is_below = (magnitude == 0) & (rest < 0)
     is_above = (magnitude > INFINITE) | ((magnitude == INFINITE) & (rest > 0))
     return number_of(jnp.where(is_below | is_above, high, bits))
 
 
-# ----------------------------------------------------------------------------
-# How a number of a state is stored in 8 or 16 bits: blocks with a scale, and a code.
+# --- Codes and blocks -----------------------------------------------------------------
 #
-# A block is up to 128 numbers in a row along one axis, and its scale $s$ the largest
-# magnitude among them, in float32. An integer $k$ is read as
+# A block is up to 128 consecutive numbers along one axis, and its scale $s$ the largest
+# magnitude among them, in float32. An integer $k$ is decoded as
 #
 # $$x = \pm s (k / L)^2 \quad\text{(signed)} \qquad
 #     x = s (k / L)^4 \quad\text{(not negative)}$$
 #
-# with $L$ = 127 and 255 in 8 bits, 32,767 and 65,535 in 16. A power spends codes on
+# with $L$ = 127 and 255 in 8 bits, 32,767 and 65,535 in 16. A power has more codes for
 # small numbers: in 8 bits the smallest one is $6 \cdot 10^{-5}$ of the largest of a
-# block, or $2 \cdot 10^{-10}$ of it for second moments, whose root is what divides.
+# block, or $2 \cdot 10^{-10}$ of it for second moments, by whose root updates divide.
 #
-# - A number between two codes is rounded to one of them randomly, so that the mean is
-# the number. To the nearest, the code of 0.9 m would be that of m for small m, and an
-# average that decays, or follows slowly, would stand still. - A signed number may
-# become zero. One that may not be negative does not: many optimizers divide by its
-# root. - The largest number of a block is exact, so that what is read and stored again
-# keeps its bits. - NaN or an infinity in a block, or a negative number where none may
-# be, makes the block NaN: its scale says so to all who look for NaN.
+# - A number between two codes is rounded to one of them randomly, so the mean is the
+#   number. Rounded to the nearest, 0.9 m would have the code of m for small m, and an
+#   average that decays or follows slowly would not change.
+# - A signed number may become zero. A never-negative one does not: many optimizers
+#   divide by its root.
+# - The largest number of a block is exact, so decoding and encoding keeps its bits.
+# - NaN, an infinity, or a negative number in an unsigned code makes the block NaN: its
+#   scale is NaN, which checks for NaN detect.
 
+# unsure: no training compared lengths of blocks
 LONGEST_BLOCK = 128
-# A shorter block spends an eighth of a byte on its scale.
+# The scale of a shorter block would cost over an eighth of a byte per number.
 _SHORTEST_BLOCK = 32
 _TINY = np.float32(2.0**-126)
 
@@ -186,12 +198,12 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """How the numbers of an array are stored.
+    """The format of an array's numbers.
 
     Attributes:
         bits: 8 or 16.
-        signed: Whether they may be negative.
-        blocks: Whether they are stored in blocks; else as bfloat16.
+        signed: Whether numbers may be negative.
+        blocks: Whether numbers are stored in blocks; if not, as bfloat16.
     """
 
     bits: int = 8
@@ -200,19 +212,19 @@ class Code:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of what is stored."""
+        """The dtype of the codes."""
         if not self.blocks:
             return np.dtype(jnp.bfloat16)
         return np.dtype(f"{'' if self.signed else 'u'}int{self.bits}")
 
     @property
     def name(self) -> str:
-        """That of the codes among the arrays of a state."""
+        """The name of the codes among the arrays of a `CompressedArray`."""
         return f"codes_{self.dtype}"
 
     @property
     def levels(self) -> int:
-        """The largest integer."""
+        """The largest code, $L$."""
         return 2 ** (self.bits - self.signed) - 1
 
     def __str__(self) -> str:
@@ -223,13 +235,13 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an array is cut into blocks.
+    """The blocks of an array.
 
     Attributes:
-        axis: Along which.
-        size: How many numbers a block has.
-        count: How many blocks; the last one may be shorter.
-        is_even: Whether it is not.
+        axis: The axis along which it is divided.
+        size: The numbers of a block.
+        count: The number of blocks; the last one may be shorter.
+        is_even: Whether the last one is as long as the others.
     """
 
     axis: int
@@ -238,18 +250,18 @@ class Layout:
     is_even: bool = True
 
     def scales_shape(self, shape: Shape) -> Shape:
-        """The shape of the scales of an array of this shape."""
+        """Returns the shape of the scales of an array of this shape."""
         return self._with_axis(shape, self.count)
 
     def in_blocks(self, x: Array) -> Array:
-        """An array with the axis as two: blocks, and the numbers of each."""
+        """Returns the array with its axis split in two: blocks, and their numbers."""
         missing = self.size * self.count - x.shape[self.axis]
         if missing:
             x = jnp.pad(x, [(0, missing * (i == self.axis)) for i in range(x.ndim)])
         return x.reshape(self._with_axis(x.shape, self.count, self.size))
 
     def spread(self, scales: Array, shape: Shape) -> Array:
-        """The scale of each number of an array of this shape."""
+        """Returns the scale of each number of an array of this shape."""
         blocks = jnp.broadcast_to(
             jnp.expand_dims(scales, self.axis + 1),
             self._with_axis(shape, self.count, self.size),
@@ -263,9 +275,9 @@ class Layout:
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(shape: Shape) -> Layout:
-    """Blocks along the last axis; along the longest one if the last is short.
+    """Returns blocks along the last axis, or along the longest one if that is short.
 
-    They are equal if the axis has a divisor from 32 to 128. If not, they are of 128
+    They are equal if the axis has a divisor from 32 to 128. If not, they have 128
     numbers, and the last one is shorter.
     """
     axis = len(shape) - 1
@@ -286,18 +298,18 @@ def encode(
     code: Code,
     noise: Noise,
 ) -> Array:
-    """The integers that stand for numbers, given their scales; or the bfloat16s."""
+    """Returns the codes of numbers, given the scales of their blocks; or bfloat16."""
     if scales is None:
         return round_randomly(x, 16, noise).astype(jnp.bfloat16)
     layout = layout_of(x.shape)
-    # XLA multiplies by inverses where it sees that many numbers have one divisor, which
-    # it does not in every shard. That of a scale above 2^126 is taken for zero.
+    # XLA multiplies by the inverse where it detects that many numbers have one divisor,
+    # which it does not in every shard. The inverse of a scale above 2^126 becomes zero.
     factor = jnp.where(scales > 1, np.float32(0.25), np.float32(1))
     inverse = layout.spread(1 / (scales * factor), x.shape)
     part = jnp.abs(x) * layout.spread(factor, x.shape) * inverse
     levels = np.float32(code.levels)
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
-    # The largest number may be computed again with another last bit.
+    # The largest number may be recomputed with another last bit.
     part = jnp.where(part > np.float32(1 - 2**-20), np.float32(1), part)
     below = jnp.where(_power(steps, code) > part, steps - 1, steps)
     start, end = _power(below, code), _power(below + 1, code)
@@ -305,7 +317,7 @@ def encode(
     steps = jnp.where(is_up, below + 1, below)
     if not code.signed:
         steps = jnp.where((x != 0) & (steps < 1), np.float32(1), steps)
-    # What is not a number has a scale that is none, and any code.
+    # NaN and infinity: the block's scale is NaN, so the code does not matter.
     steps = jnp.where(steps <= levels, steps, levels)
     if code.signed:
         steps = jnp.where(x < 0, -steps, steps)
@@ -313,7 +325,7 @@ def encode(
 
 
 def decode(codes: Array, scales: Array | None, code: Code) -> Float32[Array, "..."]:
-    """The numbers that integers and scales stand for."""
+    """Returns the numbers of codes and scales."""
     if scales is None:
         return codes.astype(jnp.float32)
     spread = layout_of(codes.shape).spread(scales, codes.shape)
@@ -321,7 +333,7 @@ def decode(codes: Array, scales: Array | None, code: Code) -> Float32[Array, "..
     magnitude = _power(jnp.abs(steps), code) * spread
     if code.signed:
         return jnp.where(steps < 0, -magnitude, magnitude)
-    # A device may take what is below the smallest normal number for zero.
+    # A device may flush numbers below the smallest normal one to zero.
     return jnp.where((steps != 0) & (magnitude < _TINY), _TINY, magnitude)
 
 
@@ -330,9 +342,9 @@ def _root(part: Array, code: Code) -> Array:
 
 
 def _power(steps: Array, code: Code) -> Array:
-    """The part of the scale that a code stands for: exactly 1 for the largest one.
+    """Returns the part of the scale that codes encode: exactly 1 for the largest one.
 
-    By multiplications alone, which every compiler does in the same way.
+    It uses multiplications only, which every compiler computes in the same way.
     """
     part = steps * np.float32(1 / code.levels)
     part = part * part
@@ -340,10 +352,10 @@ def _power(steps: Array, code: Code) -> Array:
 
 
 def scales_of(x: Float32[Array, "..."], code: Code) -> Array | None:
-    """The largest magnitude of each block; NaN for a block that has none.
+    """Returns the largest magnitude of each block, NaN if a number is invalid.
 
-    By the bits, whose order is that of the magnitudes. The maximum is what is stored:
-    arithmetic after it would be one more kernel.
+    It compares the bits, whose order is that of the magnitudes. The maximum is stored
+    unchanged: arithmetic after it would be one more kernel. None for bfloat16.
     """
     if not code.blocks:
         return None
@@ -359,19 +371,19 @@ def scales_of(x: Float32[Array, "..."], code: Code) -> Array | None:
     return number_of(lax.reduce(bits, _TINY.view("uint32"), lax.max, [layout.axis + 1]))
 
 
-# ----------------------------------------------------------------------------
+# --- Arrays ---------------------------------------------------------------------------
 
 
 class CompressedArray(Whole):
     """An array of an optimizer's state in 8 or 16 bits.
 
     Attributes:
-        arrays: Codes and scales by name. That of the codes contains their dtype, such
-            as `codes_int8`, so that they are restored as what they are or not at all.
+        arrays: Codes and scales by name. The name of the codes contains their dtype,
+            such as `codes_int8`, so that a checkpoint with another code does not load.
         code: The encoding of the numbers.
 
-    It has the `shape` of the array, and is read as float32: `full()`. It has no
-    arithmetic, and that on its arrays, as by `jax.tree.map` over a state, is
+    It has the `shape` of the array; `full()` returns it in float32. It supports no
+    arithmetic, and arithmetic on its arrays, as by `jax.tree.map` over a state, is
     meaningless; moving, stacking, saving and selecting them works.
     """
 
@@ -397,7 +409,7 @@ class CompressedArray(Whole):
 
     @property
     def scales(self) -> Array | None:
-        """For each block of up to 128 numbers its largest magnitude, in float32.
+        """The largest magnitude of each block of up to 128 numbers, in float32.
 
         NaN for a block that contained NaN or an infinity. None for bfloat16.
         """
@@ -410,12 +422,12 @@ class CompressedArray(Whole):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which it is read."""
+        """The dtype of `full()`."""
         return np.dtype(np.float32)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes and scales together."""
+        """The bytes of codes and scales."""
         arrays = self.arrays.values()
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
@@ -459,15 +471,15 @@ def compressed(
     before: CompressedArray | None = None,
     scales: Array | None = None,
 ) -> CompressedArray:
-    """An array in a code.
+    """Encodes an array.
 
     Args:
         x: The numbers.
-        code: How they are stored.
+        code: Their format.
         noise: Draws for the rounding.
-        before: The array before the step. Numbers that are unchanged keep their codes:
-            no rounding moves them.
-        scales: The scales of its blocks, if they are known.
+        before: The array before the step. Unchanged numbers keep their codes: they are
+            not rounded again.
+        scales: The scales of its blocks, if known.
     """
     x = jnp.asarray(x, jnp.float32)
     scales = scales_of(x, code) if scales is None else scales

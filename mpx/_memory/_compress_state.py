@@ -1,9 +1,9 @@
 r"""Any Optax transformation, with a state in 8 and 16 bits (`compress_state`).
 
-What the inner transformation keeps between steps is stored in few bits, and given to
+The state of the inner transformation is stored in few bits between steps, and passed to
 it in float32. Which arrays may become negative, and to which updates only add, is
-proved from its program when the state is made (`_kinds`), and from then on stands in
-the state: a step reads it there.
+proved from its program when the state is made (`_intervals`). From then on it is part
+of the state (`CompressedArray.code`), where each step reads it.
 """
 
 import itertools
@@ -18,11 +18,9 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe
 from .._base.jax_compat import manual_axes, varying_axes
 from .._base.tree import Guard, WeightsByPath, is_float_leaf, path_text
-from .._settings import cast_leaf
 from .._step import Transformation, refuse_optimizer, was_skipped
 from .._stored_weights import register_with_flax
 from ._codes import (
@@ -33,19 +31,20 @@ from ._codes import (
     first_step,
     layout_of,
     scales_of,
+    widened,
 )
 from ._intervals import Kind, kinds_of
 
-# ----------------------------------------------------------------------------
-# What is found out of an optimizer's state when it is made.
+# --- Inspecting a new state -----------------------------------------------------------
 #
-# Which of its arrays are like weights, which are never negative, and to which updates
-# only add. The last two are proved from the program of `optimizer.update` (`_kinds`),
-# which is traced with gradients. Those are like the weights, but for transformations
-# that keep more in `params` than what gradients are taken of.
+# Which arrays are like weights, which are never negative, and to which updates only
+# add. The last two are proved from the program of `optimizer.update` (`kinds_of`),
+# which is traced with gradients. These are like the weights, except for transformations
+# whose `params` contain more than the differentiated weights.
 
 CALL = "`mpx.compress_state(optimizer)`"
-# Of weights so many parts are tried as the form of gradients.
+# At most this many parts of the weights are tried as the form of gradients.
+# unsure: a limit on time; an optimizer of a fifth part of a model is refused
 _PARTS = 4
 
 
@@ -60,19 +59,19 @@ class Weights:
         )
 
     def has_like(self, path: KeyPath, leaf: Any) -> bool:
-        """Whether an array of a state is like a weight.
+        """Returns whether an array of a state is like a weight.
 
-        Transformations keep trees like the weights: its path ends with that of a
-        weight, and it has its shape.
+        Transformations keep trees like the weights: the array's path ends with that of
+        a weight of the same shape.
         """
         return any(True for _ in self._like(path, leaf))
 
     def size_like(self, path: KeyPath, leaf: Any) -> int:
-        """How many numbers an array like a weight has, in all shards; 0 if none is."""
+        """Returns the size of an array like a weight, over all shards; 0 for others."""
         return leaf.size * next(self._like(path, leaf), 0)
 
     def _like(self, path: KeyPath, leaf: Any) -> Iterator[int]:
-        """For each weight that an array of a state is like, its number of shards."""
+        """Yields the number of shards of each weight that an array is like."""
         if is_float_leaf(leaf):
             for _, (shape, shards) in self._by_path.of(path):
                 if shape == leaf.shape:
@@ -80,7 +79,10 @@ class Weights:
 
 
 def _count_of_shards(weight: Any) -> int:
-    """Of how many shards a weight inside `shard_map` is one, as far as JAX knows."""
+    """Returns the number of shards of a weight inside `shard_map`, if JAX knows it.
+
+    1 if not.
+    """
     axes = varying_axes(weight) if isinstance(weight, jax.Array) else ()
     return jax.lax.axis_size(tuple(axes)) if axes else 1
 
@@ -88,11 +90,11 @@ def _count_of_shards(weight: Any) -> int:
 def looked_at(
     optimizer: Any, params: PyTree, state: PyTree, extra: dict[str, PyTree]
 ) -> tuple[Weights, PyTree, PyTree]:
-    """The weights that gradients are like, a widened state, and what is proved of it.
+    """Returns the weights that gradients are like, a widened state, and its kinds.
 
-    Gradients are like `params`, or like a part of them, as those of the fast weights
-    for `optax.lookahead`; or they have an axis of examples in front, for privacy: the
-    first of these that `optimizer.update` takes.
+    Gradients are like `params`, or like a part of them (the fast weights of
+    `optax.lookahead`), or they have an axis of examples in front (for privacy): the
+    first of these forms that `optimizer.update` accepts.
     """
     raised: list[Exception] = []
     for shape_of, part in itertools.product((_same, _one_example), _parts(params)):
@@ -117,7 +119,7 @@ def looked_at(
 
 
 def _parts(params: PyTree) -> list[Callable[[PyTree], PyTree]]:
-    """What gives of weights those that gradients may be like: all, or one child."""
+    """Returns functions that select weights with gradients: all, or one child."""
     is_child = lambda node: node is not params  # noqa: E731
     children, form = jax.tree.flatten(params, is_leaf=is_child)
     parts = {}
@@ -144,7 +146,7 @@ def _kinds(
     grads: Callable[[PyTree], PyTree],
     part: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    """What is proved of the arrays of a state, as a tree like it."""
+    """Returns the kinds of the arrays of a state, as a tree like it."""
 
     def init(params: PyTree) -> PyTree:
         return _widened_state(optimizer.init(params), Weights(part(params)))
@@ -156,7 +158,7 @@ def _kinds(
 
 
 def _widened_state(state: PyTree, weights: "Weights") -> PyTree:
-    """A state whose arrays like weights are float32, as the gradients will be."""
+    """Casts arrays like weights to float32, the dtype that gradients will have."""
 
     def widen(path: KeyPath, leaf: Any) -> Any:
         return widened(leaf) if weights.has_like(path, leaf) else leaf
@@ -164,20 +166,15 @@ def _widened_state(state: PyTree, weights: "Weights") -> PyTree:
     return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_array)
 
 
-def widened(leaf: Any) -> Any:
-    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
-    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
-
-
 def _is_array(node: object) -> bool:
     return isinstance(node, CompressedArray)
 
 
-# ----------------------------------------------------------------------------
+# --- The transformation ---------------------------------------------------------------
 
 Moments: TypeAlias = Literal["8bit", "16bit", "bfloat16"]
 Where: TypeAlias = Callable[[str, Any], bool]
-# As bitsandbytes has it: what is smaller is a bias, a norm, and no memory.
+# As in bitsandbytes: smaller arrays are biases and norms, and take little memory.
 _SMALLEST = 4096
 
 
@@ -185,10 +182,10 @@ class CompressedState(NamedTuple):
     """The state of `compress_state`.
 
     Attributes:
-        inner_state: That of the inner optimizer, with a `CompressedArray` in the place
-            of each array that is stored in few bits. See `full_state`.
+        inner_state: The state of the inner optimizer, with a `CompressedArray` for each
+            array that is stored in few bits. See `full_state`.
         step: The number of the next step, counted from a hash of the weights.
-        guard: Detects arithmetic on the state, which would be done on codes.
+        guard: Detects arithmetic on the state, which would compute with codes.
     """
 
     inner_state: PyTree
@@ -211,7 +208,7 @@ def compress_state(
     An array of the state is compressed if it is like a weight (its path ends with that
     of a weight, and it has its shape) and has 4,096 numbers or more. It is divided into
     blocks of up to 128 numbers along the last axis, each with its largest magnitude $s$
-    in float32. An integer $k$ stands for
+    in float32. An integer $k$ encodes
 
     $$\pm s (k / L)^2 \quad\text{(signed)}, \qquad
         s (k / L)^4 \quad\text{(never negative)}$$
@@ -241,17 +238,18 @@ def compress_state(
             `init` did not make.
         ValueError: `moments` is not one of the above; in `init`, `optimizer.update`
             cannot be traced, `state` is that of another optimizer or model, or `where`
-            selects anything but float32 arrays with an axis; in `update`, the state
+            selects other than float32 arrays with an axis; in `update`, the state
             changed its structure.
 
     - **Sums and slow averages.** Arrays of which each update keeps 0.9995 or more
       (Adagrad, accumulated gradients, AdEMAMix' slow average) are stored in 16 bits; in
-      8 bits they would be mostly noise. Factors that are no constants are unknown.
+      8 bits they would be mostly noise. Factors must be constants to be known.
     - **Copies** of weights (masters, slow weights) stay in float32, unless `where`
       selects them; then they are stored as sums are.
     - Zeros stay zeros. A signed number below the smallest code, $6 \cdot 10^{-5} s$ in
-      8 bits, is that or zero. A never-negative number does not become zero, since its
-      root divides; below its smallest code, $2 \cdot 10^{-10} s$, it is that.
+      8 bits, becomes that or zero. A never-negative number does not become zero, since
+      updates divide by its root; below its smallest code, $2 \cdot 10^{-10} s$, it
+      becomes that.
     - An unchanged number keeps its code.
     - A block with a NaN or an infinity becomes NaN as a whole, as does a block of
       never-negative numbers with a negative number in it. Its scale is NaN, which
@@ -370,9 +368,10 @@ def _is_ours(node: object) -> bool:
 
 
 def _not_folded(leaf: Array) -> Array:
-    """An array that XLA does not take for a constant while it compiles `init`.
+    """Returns an array that XLA does not fold as a constant while it compiles `init`.
 
-    It would encode zeros number by number: 28 s for 4 million. Nor is it written.
+    XLA would encode zeros number by number: 28 s for 4 million. The array is not
+    written to memory either.
     """
     if not isinstance(leaf, Tracer):
         return leaf
@@ -381,7 +380,7 @@ def _not_folded(leaf: Array) -> Array:
 
 
 def _decoded(state: PyTree) -> PyTree:
-    """What the inner optimizer gets; states of others inside stay as they are."""
+    """Decodes a state for the inner optimizer; a `CompressedState` inside is kept."""
     return jax.tree.map(
         lambda node: node.full() if isinstance(node, CompressedArray) else node,
         state,
@@ -392,11 +391,11 @@ def _decoded(state: PyTree) -> PyTree:
 def _is_chosen(
     path: KeyPath, leaf: Any, kind: Kind, weights: Weights, where: Where | None
 ) -> bool:
-    """Whether an array of a state is stored in few bits."""
+    """Returns whether an array of a state is stored in few bits."""
     if where is None:
         is_large = weights.size_like(path, leaf) >= _SMALLEST
         is_moment = is_large and leaf.dtype == np.float32 and not kind.is_copy
-        # Blocks of shards are those of the whole only where none is shorter.
+        # Blocks of shards are blocks of the whole array only if none is shorter.
         return is_moment and (not manual_axes() or layout_of(leaf.shape).is_even)
     if isinstance(leaf, CompressedState) or not eqx.is_array(leaf):
         return False
@@ -417,7 +416,7 @@ def _code(moments: Moments, kind: Kind) -> Code:
 
 
 def _started_from(state: PyTree, inner: PyTree) -> PyTree:
-    """A state that was kept in full, for a new start in few bits."""
+    """Returns an uncompressed state in the dtypes of `inner`, to start from."""
     state = full_state(state)
     given, wanted = (
         [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
@@ -440,7 +439,7 @@ def _started_from(state: PyTree, inner: PyTree) -> PyTree:
 
 
 def _with_arrays(state: Any) -> CompressedState:
-    """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
+    """Restores each `CompressedArray` of which Flax NNX made a dictionary."""
     if not isinstance(state, CompressedState):
         raise TypeError(
             f"`update` of {CALL} needs the state from its `init`; got "
@@ -471,13 +470,13 @@ def _is_dictionary(node: object) -> bool:
 def _run(
     update: Callable[[PyTree], tuple[PyTree, PyTree]], state: CompressedState
 ) -> tuple[PyTree, PyTree]:
-    """The updates and the new state of the inner optimizer, stored as the one before.
+    """Returns the updates and the new inner state, encoded like the one before.
 
-    The scales of the new numbers must be known before any is stored. In a program that
-    is traced, the update is there twice: once for the scales alone, and again behind a
-    barrier, with all that it gives. So the new numbers are never written in full, and
-    each of the two is one kernel. What depends on gradients alone, as their norm, has
-    no barrier in front of it, and is computed once.
+    The scales of the new numbers must be known before any is encoded. A traced program
+    contains the update twice: once only for the scales, and again after a barrier, for
+    all its results. So the new numbers are never written in float32, and each of the
+    two is one kernel. Values that depend on gradients only, such as their norm, do not
+    pass the barrier and are computed once.
     """
     given = _decoded(state.inner_state)
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
@@ -502,7 +501,7 @@ def _scales(state: PyTree) -> list[Array | None]:
 
 
 def _with_scales(state: PyTree, scales: Iterable[Array | None]) -> PyTree:
-    """A state whose arrays of few bits have these scales."""
+    """Replaces the scales of the arrays in few bits."""
     rest = iter(scales)
     return jax.tree.map(
         lambda node: (
@@ -516,7 +515,7 @@ def _with_scales(state: PyTree, scales: Iterable[Array | None]) -> PyTree:
 
 
 def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
-    """The paths and nodes of the state before an update, with those after it."""
+    """Returns the paths and nodes of the state before an update, and those after it."""
     nodes, form = jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_ours)
     try:
         new = form.flatten_up_to(after)
@@ -532,7 +531,7 @@ def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
 def _stored(
     state: CompressedState, inner: PyTree, scales: dict[int, Array | None]
 ) -> PyTree:
-    """The new state of the inner optimizer, stored as the one before."""
+    """Returns the new inner state, encoded like the one before."""
     stored = []
     for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
         if isinstance(old, CompressedArray):

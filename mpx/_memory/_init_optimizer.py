@@ -1,14 +1,13 @@
-r"""The state of an optimizer, laid out over devices as the weights are.
+r"""The state of an optimizer, sharded over devices as the weights are.
 
-A moment of a weight is made by `jnp.zeros_like(weight)`. Under `jax.jit` that is a
-constant, which no array that lies on devices leads to: XLA puts the whole of it on each
-of them, for weights that lie in pieces, too. Eight bytes for each weight, which were to
-be divided by the number of devices, are not.
+Optax makes a moment by `jnp.zeros_like(weight)`. Under `jax.jit` that is a constant,
+which depends on no array on devices: XLA replicates it, also for sharded weights. Then
+eight bytes per weight are not divided by the number of devices.
 
-Which array of the state belongs to which weight is read from its path: transformations
-of Optax keep trees like the weights, so `[1].mu['layers'][0]['kernel']` belongs to
-`['layers'][0]['kernel']`. Then shapes decide: equal; with more axes in front (what
-L-BFGS remembers); or with fewer (the rows and columns of Adafactor).
+The weight of an array of the state is found by its path: transformations of Optax keep
+trees like the weights, so `[1].mu['layers'][0]['kernel']` belongs to
+`['layers'][0]['kernel']` (`WeightsByPath`). Its shape must be equal, or have more axes
+in front (the memory of L-BFGS), or fewer axes (the rows and columns of Adafactor).
 """
 
 import math
@@ -32,16 +31,17 @@ from .._stored_weights import is_stored
 from ._codes import CompressedArray
 
 _CALL = "`mpx.init_optimizer`"
-# Counts, random keys, and what Adafactor has in the place of what it leaves out.
+# Counts, random keys, and Adafactor's placeholders for arrays that it does not need.
+# unsure: fits Optax's optimizers; a larger array of factors needs `otherwise=`
 _FEW = 16
 
 
 class _Weight(NamedTuple):
-    """A weight, and where what is made like it shall lie.
+    """A weight, and the sharding of its state.
 
     Attributes:
-        array: It, or the numbers of one that is stored in 8 bits.
-        sharding: None where only the compiler knows, under `jax.jit` over a mesh.
+        array: The weight, or the payload of one that is stored in 8 bits.
+        sharding: None if only the compiler knows it, under `jax.jit` over a mesh.
     """
 
     array: AnyArray
@@ -109,7 +109,7 @@ def init_optimizer(
     if not meshes:
         return make.init(params, *args)
     arrays, rest = eqx.partition((params, args), eqx.is_array)
-    # What is no array, left here while JAX traces: for the shapes, and then to run.
+    # Non-array leaves, appended by each trace: one for the shapes, one to run.
     static: list[PyTree] = []
 
     def init(arrays: PyTree) -> PyTree:
@@ -124,12 +124,12 @@ def init_optimizer(
 
 
 def layouts_of(state: PyTree, params: PyTree, whole: NamedSharding) -> PyTree:
-    """Where `init_optimizer` puts the arrays of a state of which there are types only.
+    """Returns the shardings that `init_optimizer` gives a state of array types.
 
     Args:
         state: The types of its arrays.
-        params: Those of the weights, with their places.
-        whole: The place of what is like no weight.
+        params: The types of the weights, with their shardings.
+        whole: The sharding of arrays that are like no weight.
     """
     return _layouts(state, _weights(params, None), whole, whole)
 
@@ -149,9 +149,9 @@ def _layouts(
 def _map_arrays(
     function: Callable[[KeyPath, Any, tuple[int, ...]], Any], state: PyTree
 ) -> PyTree:
-    """A function of each array: its path, itself, and the shape that it stands for.
+    """Maps a function of path, array and shape over the arrays of a state.
 
-    The last is another one for scales of an array in few bits.
+    For the scales of a `CompressedArray` the shape is that of the whole array.
     """
 
     def node(path: KeyPath, leaf: Any) -> Any:
@@ -165,7 +165,7 @@ def _map_arrays(
 
 
 def _weights(params: PyTree, shardings: PyTree | None) -> WeightsByPath[_Weight]:
-    """The arrays of the weights, with their places."""
+    """Returns the arrays of the weights, with their shardings."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_stored)
     given: Sequence[Sharding | None] = [None] * len(leaves)
     if shardings is not None:
@@ -189,7 +189,7 @@ def _weights(params: PyTree, shardings: PyTree | None) -> WeightsByPath[_Weight]
 
 
 def _sharding_of(array: Any) -> Sharding | None:
-    """Where an array lies; None for a traced one whose type does not say."""
+    """Returns an array's sharding, None for a traced one whose type has none."""
     if not isinstance(array, Tracer):
         return getattr(array, "sharding", None)
     sharding: Any = jax.typeof(array).sharding
@@ -199,7 +199,7 @@ def _sharding_of(array: Any) -> Sharding | None:
 def _placed(
     state: PyTree, weights: WeightsByPath[_Weight], otherwise: Sharding | None
 ) -> PyTree:
-    """The state, in a function that is traced."""
+    """Returns the state with its shardings, inside a traced function."""
 
     def place(path: KeyPath, leaf: Any, shape: tuple[int, ...]) -> PyTree:
         weight, sharding = _layout(path, leaf, shape, weights, otherwise)
@@ -219,13 +219,13 @@ def _constrained(leaf: Array, sharding: Sharding) -> Array:
 
 
 def _led_from(weight: Array, leaf: Array) -> Array:
-    """A leaf to which the compiler finds its way from the weight, unchanged by it."""
+    """Makes a leaf depend on the weight, for the compiler; its values are unchanged."""
     axes = _axes(leaf.shape, weight.shape) or ()
     left_out = [axis for axis in range(weight.ndim) if axis not in axes]
     like = jax.lax.reduce_max(weight, left_out) if left_out else weight
     like = jnp.broadcast_to(like.astype(leaf.dtype), leaf.shape)
-    # A boolean that the compiler does not look through; without the choice the leaf is
-    # a constant to it, and lies whole on each device (jax 0.10.2, 2026-11).
+    # The compiler does not look through this boolean. Without the select the leaf is a
+    # constant, and is replicated (jax 0.10.2, 2026-11).
     yes = jax.lax.optimization_barrier(jnp.asarray(True))
     return jax.lax.select(yes, leaf, like)
 
@@ -237,7 +237,10 @@ def _layout(
     weights: WeightsByPath[_Weight],
     otherwise: Sharding | None,
 ) -> tuple[_Weight | None, Sharding | None]:
-    """The weight that an array of the state is laid out as, and the place, if known."""
+    """Returns the weight that an array of the state is like, and the sharding if known.
+
+    Raises if an array of more than 16 numbers has neither, and `otherwise` is None.
+    """
     own = None
     for _, weight in weights.of(path):
         own = own or weight
@@ -262,14 +265,14 @@ def _layout(
 def _coarser(
     sharding: Sharding | None, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> Sharding | None:
-    """The place of scales of blocks: whole along an axis that has too few of them."""
+    """Returns the sharding of scales: replicated along an axis with too few of them."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     parts: list[Any] = []
     for axis, names in enumerate(sharding.spec):
         several = names if isinstance(names, tuple) else (names,)
         count = math.prod(sharding.mesh.shape[x] for x in several if x is not None)
-        # Nor along one whose last block is shorter, which shards would cut.
+        # Nor is an axis sharded whose last block is shorter: shards would cut blocks.
         is_even = shape[axis] % max(scales[axis], 1) == 0
         parts.append(names if is_even and scales[axis] % count == 0 else None)
     return NamedSharding(
@@ -280,9 +283,9 @@ def _coarser(
 def _axes(
     shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> tuple[int | None, ...] | None:
-    """For each axis of an array the axis of its weight, None for one in front.
+    """Returns the weight's axis for each axis of an array, None for one in front.
 
-    Returns None if the array has not the axes of the weight, nor some of them.
+    Returns None if the array has neither all axes of the weight nor some of them.
     """
     front = len(shape) - len(weight)
     if front >= 0:
@@ -300,7 +303,7 @@ def _axes(
 
 
 def _like(weight: _Weight, axes: tuple[int | None, ...]) -> Sharding | None:
-    """The place of an array that has these axes of a weight."""
+    """Returns the sharding of an array that has these axes of a weight."""
     sharding = weight.sharding
     is_whole = axes == (*range(weight.array.ndim),)
     if is_whole or not isinstance(sharding, NamedSharding):

@@ -1,18 +1,19 @@
-"""What is proved of the arrays of an optimizer's state, from its program.
+"""Proves the kinds of an optimizer's arrays from its program, by interval arithmetic.
 
-An array is *never negative* if it starts so, and each update leaves it so: what an
-update gives is bounded, given that all arrays of the state are within their bounds
-before it (`_intervals`). The bounds that are tried are 0 to 1, 0 and more, and all
-numbers, the narrowest that `init` allows first; what does not hold is given up, until
-the rest holds together.
+An array is *never negative* if it starts so and each update keeps it so: the results of
+an update are bounded, given that all arrays of the state are within their bounds before
+it (an induction over steps). The bounds tried are 0 to 1, 0 and more, and all numbers,
+the narrowest that `init` satisfies first. Bounds that an update breaks are widened,
+until all hold together.
 
 An array *accumulates* if each update keeps most of it and adds to that: the squares of
-Adagrad, an average whose factor is near 1. What is added is much less than the distance
-of two codes in 8 bits, so what is stored would mostly be noise of the rounding. So it
-gets 16 bits.
+Adagrad, an average whose factor is near 1. Each addition is much smaller than the
+distance of two 8-bit codes, so the array would mostly be noise. It gets 16 bits.
 
-An array that starts as the weights is a *copy*, and no moment: a master, the slow
-weights of an average. A step changes it by less than few bits can say.
+An array that is computed from the weights in `init` is a *copy*, not a moment: a
+master, the slow weights of an average. A step changes it by less than few bits resolve.
+
+Names of fields do not decide any of this: `tests/memory/test_compress_state.py`.
 """
 
 import math
@@ -27,43 +28,43 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._base.jax_compat import open_jaxpr
-from .._program import Flow, aval_of, propagate
+from .._program import Flow, aval_of, propagate, properties
 
-# ----------------------------------------------------------------------------
-# Between which numbers a value of a program lies, whatever its inputs are.
+# --- Bounds ---------------------------------------------------------------------------
 #
-# By interval arithmetic on the equations of a jaxpr: squares, absolute values, roots
-# and exponentials are not negative, nor are sums, products and quotients of such
-# numbers; and a factor 1 - b is not, if b is at most 1. Bounds of results are rounded
-# away from each other, so that they hold for what is computed in float32. Infinities
-# and NaN are left out: what is NaN is neither negative nor not.
+# Bounds of the values of a jaxpr for all inputs within theirs. Squares, absolute
+# values, roots and exponentials are never negative, nor are sums, products and
+# quotients of such numbers, nor is a factor 1 - b if b is at most 1. Bounds of results
+# are rounded outward, so that they hold for float32 arithmetic. Infinities and NaN are
+# ignored: NaN has no sign.
 #
-# Two forms need more than bounds: $(c x) x$ is not negative for c >= 0, and $x + c (y -
-# x)$ lies between x and y for c from 0 to 1. So a value remembers of what it is a
-# multiple (`root`), and how it leads from one value to another (`path`).
+# Two forms need more than bounds: $(c x) x$ is never negative for c >= 0, and $x + c (y
+# - x)$ is between x and y for c from 0 to 1. So the facts of a value include the
+# variable that it is a multiple of (`root`), and the way from one value to another that
+# it is a part of (`path`).
 #
-# With the bounds travels which array of the state a value is, or was before something
-# was added to it, and by which `factor` it was multiplied.
+# They also include the array of the state that a value is, or was before something was
+# added to it (`origin`), and the `factor` by which it was multiplied.
 
 _INF = math.inf
-# An origin that nothing is known of: of constants, which add nothing to what else a
-# value may be; and of values that were computed.
+# Origins other than inputs: a constant, which joins with any origin; and a computed
+# value, whose origin is unknown.
 CONSTANT, COMPUTED = -1, -2
 
 
 class Bounds(NamedTuple):
-    """What is known of a value.
+    """Facts of a value.
 
     Attributes:
         low: No number is smaller.
         high: No number is larger.
-        origin: The input that it is, times `factor`, or to which something was added;
-            or `CONSTANT`, or `COMPUTED`.
+        origin: The number of the input that the value is, times `factor`, perhaps with
+            something added; or `CONSTANT`, or `COMPUTED`.
         factor: The smallest factor of its origin; positive.
         is_copy: Whether it depends on the weights.
         is_whole: Whether all numbers are integers.
-        root: The variable that it is a multiple of, by factors that are not negative.
-        path: It is part of the way from a variable to another value.
+        root: The variable that it is a multiple of, by factors that are never negative.
+        path: The way from a variable to another value that it is a part of.
     """
 
     low: float = -_INF
@@ -76,17 +77,17 @@ class Bounds(NamedTuple):
     path: "Path | None" = None
 
     def within(self, other: "Bounds") -> bool:
-        """Whether the other bounds hold, too."""
+        """Returns whether the other bounds hold, too."""
         return other.low <= self.low and self.high <= other.high
 
 
 class Path(NamedTuple):
-    """Part of the difference of two values.
+    """A part of the difference of two values.
 
     Attributes:
         start: The variable that is subtracted.
-        low: The lower bound of the value that it is subtracted from.
-        high: The upper bound.
+        low: The lower bound of the value from which it is subtracted.
+        high: The upper bound of that value.
         least: The smallest part.
         most: The largest part.
     """
@@ -99,14 +100,14 @@ class Path(NamedTuple):
 
 
 class Intervals(Flow[Bounds]):
-    """Bounds that travel through a program."""
+    """Propagates bounds through a program."""
 
     def constant(self, value: Any) -> Bounds:
-        """The smallest and the largest number of a constant."""
+        """Returns the smallest and the largest number of a constant."""
         unknown = Bounds(origin=CONSTANT)
         if value is None or isinstance(value, Tracer):
             return unknown
-        # Not of an array made of it, which a random key does not become.
+        # Its own dtype: a random key cannot be converted to an array.
         dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
         is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
         if not is_number or jnp.issubdtype(dtype, np.complexfloating):
@@ -119,27 +120,27 @@ class Intervals(Flow[Bounds]):
         return Bounds(low, high, CONSTANT, is_whole=is_whole)
 
     def join(self, a: Bounds, b: Bounds) -> Bounds:
-        """Bounds of both; only a few, so that a loop comes to an end."""
+        """Returns bounds of both, of few possible ones, so that loops end."""
         low = a.low if a.low <= b.low else max(x for x in _LEVELS if x <= b.low)
         high = a.high if a.high >= b.high else min(x for x in _LEVELS if x >= b.high)
         is_copy, is_whole = a.is_copy or b.is_copy, a.is_whole and b.is_whole
         return Bounds(low, high, *_joined_origin(a, b), is_copy, is_whole)
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[Bounds]) -> Sequence[Bounds]:
-        """Bounds of the results of an operation."""
+        """Returns the bounds of an operation's results."""
         name = equation.primitive.name
         is_copy = any(fact.is_copy for fact in facts)
-        if name in _SAME:
-            number = len(equation.outvars)
-            found = [*facts[:number]] if len(facts) > 1 else [facts[0]] * number
-            if name not in _IN_PLACE:
-                found = [_elsewhere(fact) for fact in found]
-        elif name in _RULES:
+        if name in _RULES:
             low, high = _RULES[name](equation, *facts)
             if name not in _EXACT:
                 low, high = _rounded(low, high)
             fact = Bounds(low, high, *_origin(name, equation, facts))
             found = [_with_forms(fact, name, equation, facts)]
+        elif name in _SAME or properties(name).moves:
+            number = len(equation.outvars)
+            found = [*facts[:number]] if len(facts) > 1 else [facts[0]] * number
+            if name not in _IN_PLACE:
+                found = [_elsewhere(fact) for fact in found]
         else:
             found = []
         if len(found) != len(equation.outvars):
@@ -150,7 +151,7 @@ class Intervals(Flow[Bounds]):
         ]
 
     def _of_dtype(self, variable: Any, fact: Bounds) -> Bounds:
-        """The bounds that the dtype has besides."""
+        """Narrows bounds to those of the variable's dtype."""
         dtype = getattr(aval_of(variable), "dtype", None)
         if dtype == np.bool_:
             return fact._replace(low=0.0, high=1.0, is_whole=True)
@@ -163,33 +164,34 @@ class Intervals(Flow[Bounds]):
 
 
 _LEVELS = (-_INF, -1.0, 0.0, 1.0, _INF)
-# Results are numbers of the first operand, or of the operand at their place.
+# Like operations that move numbers: results contain only numbers of the first operand,
+# or each those of its own.
 _SAME = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice "
-    "copy copy_p convert_element_type reduce_precision optimization_barrier "
-    "sharding_constraint reshard pvary pcast device_put reduce_max reduce_min sort "
-    "cummax cummin all_gather pmax pmin ppermute split".split()
+    "convert_element_type reduce_precision pcast reduce_max reduce_min sort cummax "
+    "cummin pmax pmin".split()
 )
 _IN_PLACE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims copy copy_p convert_element_type "
     "optimization_barrier sharding_constraint reshard pvary pcast device_put".split()
 )
-# No arithmetic that rounds.
-_EXACT = frozenset("max min clamp select_n concatenate pad gather neg abs".split())
-# To which something may be added, and it is still what it was before, and more.
+# Operations that do not round.
+_EXACT = frozenset(
+    "max min clamp select_n concatenate pad gather ppermute neg abs".split()
+)
+# Operations whose result keeps the origin of a term.
 _ADDITIVE = frozenset(["add", "add_any", "sub"])
 
-# From an equation and the bounds of its operands.
+# Computes bounds of a result from an equation and the bounds of its operands.
 Rule = Callable[..., tuple[float, float]]
 
 
 def _whole(bound: float, direction: int) -> float:
-    """A bound as an integer, away from the others."""
+    """Rounds a bound outward to an integer."""
     return float(np.ceil(bound) if direction > 0 else np.floor(bound))
 
 
 def _elsewhere(fact: Bounds) -> Bounds:
-    """What holds of numbers that were moved."""
+    """Returns the facts that remain true of numbers at other indices."""
     origin = CONSTANT if fact.origin == CONSTANT else COMPUTED
     return fact._replace(origin=origin, root=None, path=None)
 
@@ -201,7 +203,7 @@ def _is_flag(fact: Bounds) -> bool:
 def _with_forms(
     fact: Bounds, name: str, equation: JaxprEqn, facts: Sequence[Bounds]
 ) -> Bounds:
-    """What holds of a result beside its bounds, by the forms above."""
+    """Adds what the two forms above prove of a result."""
     if len(facts) != 2:
         return fact
     (a, b), (x, y) = facts, equation.invars
@@ -238,7 +240,7 @@ def _with_forms(
 
 
 class _Origin(NamedTuple):
-    """The fields of `Bounds` that say which input a value contains."""
+    """The fields of `Bounds` that name the input in a value."""
 
     origin: int = COMPUTED
     factor: float = 1.0
@@ -278,11 +280,11 @@ def _origin(name: str, equation: JaxprEqn, facts: Sequence[Bounds]) -> _Origin:
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
-    """Bounds a little further apart, but for those that are exact in any dtype."""
+    """Moves bounds a little outward, except those that are exact in any dtype."""
     if math.isnan(low) or math.isnan(high):
         return -_INF, _INF
     if low not in _LEVELS:
-        # Rounding keeps the order: what is above 1 does not become less.
+        # Rounding is monotonic: a number above 1 does not become less than 1.
         low = max(low - abs(low) * 2.0**-6, *(x for x in _LEVELS if x <= low))
     if high not in _LEVELS:
         high = min(high + abs(high) * 2.0**-6, *(x for x in _LEVELS if x >= high))
@@ -302,7 +304,7 @@ def _quotient(a: Bounds, b: Bounds) -> tuple[float, float]:
 
 
 def _sign(a: Bounds) -> tuple[float, float]:
-    """Bounds of numbers with the sign of others: their sums, and quotients."""
+    """Returns bounds of numbers with the sign of others: their sums and quotients."""
     return (0.0 if a.low >= 0 else -_INF), (0.0 if a.high <= 0 else _INF)
 
 
@@ -332,7 +334,7 @@ def _either(*cases: Bounds) -> tuple[float, float]:
 
 
 def _grows(function: Any, least: float = -_INF) -> Rule:
-    """The rule of a function that grows, and is defined from `least` on."""
+    """Returns the rule of an increasing function that is defined from `least` on."""
 
     def rule(_: JaxprEqn, a: Bounds) -> tuple[float, float]:
         with np.errstate(all="ignore"):
@@ -366,8 +368,11 @@ _RULES: dict[str, Rule] = {
     ),
     "select_n": lambda _, which, *cases: _either(*cases),
     **dict.fromkeys(["concatenate", "pad"], lambda _, *cases: _either(*cases)),
-    # Out of bounds it may give 0.
-    "gather": lambda _, a, where: (min(a.low, 0.0), max(a.high, 0.0)),
+    # Indices out of bounds may give 0, and devices without a source get 0.
+    **dict.fromkeys(
+        ["gather", "ppermute"],
+        lambda _, a, *_where: (min(a.low, 0.0), max(a.high, 0.0)),
+    ),
     "dynamic_update_slice": lambda _, a, b, *where: _either(a, b),
     **dict.fromkeys(["reduce_sum", "cumsum", "psum"], lambda _, a: _sign(a)),
     "dot_general": lambda _, a, b: _sign(Bounds(*_product(a, b))),
@@ -382,21 +387,23 @@ _RULES: dict[str, Rule] = {
 }
 
 
-# ----------------------------------------------------------------------------
+# --- Kinds ----------------------------------------------------------------------------
 
 _UNIT, _POSITIVE, _ANY = Bounds(0.0, 1.0), Bounds(0.0), Bounds()
-# Adam's 0.999 is an average that 8 bits follow, AdEMAMix' 0.9999 is not: their noise is
-# in docs/guides/state.md.
+# 8 bits can follow an average with Adam's factor 0.999, but not with AdEMAMix' 0.9999:
+# docs/guides/state.md lists their noise.
+# unsure: between 0.999, which works, and 0.9999, which does not; nothing between was
+# trained
 _MOST = 0.9995
 
 
 class Kind(NamedTuple):
-    """What is known of an array of a state.
+    """Facts of an array of a state.
 
     Attributes:
         signed: Whether it may become negative.
         accumulates: Whether each update keeps `_MOST` of it, or more.
-        is_copy: Whether it starts as the weights, or is made of them.
+        is_copy: Whether `init` computes it from the weights.
     """
 
     signed: bool = True
@@ -410,11 +417,11 @@ def kinds_of(
     params: PyTree,
     state: PyTree,
 ) -> PyTree:
-    """The kinds of the leaves of a state, as a tree like it.
+    """Returns the kinds of the leaves of a state, as a tree like it.
 
     Args:
-        init: Makes a state of weights.
-        update: Makes the state after a step, from the weights (and gradients like
+        init: Returns a state for weights.
+        update: Returns the state after a step, from the weights (and gradients like
             them) and the state before.
         params: The weights.
         state: A state.
@@ -426,7 +433,7 @@ def kinds_of(
     if len(starts) != count or len(program.jaxpr.outvars) != count:
         return jax.tree.map(
             lambda _: Kind(), state
-        )  # it changes its form; `update` says so
+        )  # it changes its structure, for which `update` raises
     allowed = [[b for b in (_UNIT, _POSITIVE, _ANY) if s.within(b)] for s in starts]
     while True:
         before = [

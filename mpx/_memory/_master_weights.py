@@ -1,32 +1,31 @@
 r"""Master weights in the optimizer, for models whose own weights are half precision.
 
-The model holds $p$ (bfloat16, float16, or 8 bits, see
-`mpx.quantization.quantize_weights`), the optimizer's state holds the *masters* $m$
-(float32) next to its moments, and after every step
+The model stores $p$ (bfloat16, float16, or 8 bits, see
+`mpx.quantization.quantize_weights`), the optimizer's state stores the *masters* $m$
+(float32) beside its moments, and after every step
 
 $$p = \operatorname{round}(m)$$
 
-bit for bit (in 8 bits by the scale that stands beside them). That is harder than it
-looks, because an Optax transformation returns an *update* $u$ and others compute
-$p + u$. No array $u$ will do. Optax computes the sum in the promoted dtype and casts,
-Equinox does not cast, so a float32 update makes the model float32; and in half
-precision a sum cannot reach every number: from 1, all that bfloat16 can reach below
-$2^{-8}$ is zero. So an update is a `NewWeight`, an object of which `p + u` is the new
-weight, as it is.
+bit for bit (in 8 bits by their scale). No array $u$ can achieve that: an Optax
+transformation returns an *update* $u$, and its caller computes $p + u$. Optax computes
+the sum in the promoted dtype and casts; Equinox does not cast, so a float32 update
+makes the model float32. In half precision a sum does not reach every number: from 1,
+the only one that bfloat16 reaches below $2^{-8}$ is zero. So an update is a
+`NewWeight`, an object for which `p + u` returns the new weight unchanged.
 
 Sharp edges:
 
-- It is no array: put `master_weights` outermost (or last in a chain), and what changes
-  updates (clipping, schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it;
-  apply the updates in the function that computed them, not outside of its `jit`.
-- A weight that is not its rounded master was changed by somebody else, and that one is
-  right: the master starts anew from it. So a model that was loaded without its
-  optimizer's state, or a weight that was clipped, is never overwritten in silence.
-- The inner optimizer sees float32: masters, gradients, and moments made from them.
+- A `NewWeight` is not an array: put `master_weights` outermost (or last in a chain),
+  and transformations of updates (clipping, schedules, `mpx.skip_nonfinite`,
+  `optax.MultiSteps`) inside it. Apply the updates in the function that computed them,
+  not outside its `jit`.
+- A weight that differs from its rounded master was changed from outside, and takes
+  precedence: the master restarts from it. So a model that was loaded without its
+  optimizer's state, or a clipped weight, is never silently overwritten.
+- The inner optimizer gets float32: masters, gradients, and moments made from them.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,19 +34,25 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe
-from .._base.tree import is_float_leaf, path_text, select_tree
+from .._base.tree import path_text, select_tree
 from .._base.typing import AnyArray, BoolScalar
-from .._settings import cast_leaf
 from .._step import Transformation, refuse_optimizer, was_skipped
 from .._stored_weights import Range, StoredWeight, is_stored
+from ._codes import widened
 from ._small_weights import (
     CALL,
     NewWeight,
     SmallWeights,
     SmallWeightsState,
     full_weight,
+    has_master,
+    is_leaf,
+    map_weights,
+    moved,
+    refuse_masters,
+    refuse_no_weights,
+    values_of,
 )
 
 
@@ -55,11 +60,11 @@ class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 
     Attributes:
-        masters: Like the weights, in float32; None for weights that have no copy. For
-            all of the model see `full_weights`.
+        masters: Like the weights, in float32; None for weights without a master. For
+            the whole model see `full_weights`.
         inner_state: The state of the inner optimizer.
-        ranges: Of weights in 8 bits with one scale, what the next one is made of: two
-            numbers each. None elsewhere.
+        ranges: For each weight in 8 bits with one scale, the two numbers from which the
+            next scale is computed; None for other weights.
     """
 
     masters: PyTree
@@ -164,10 +169,10 @@ def master_weights(
 
     def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
         given = params if masters is None else masters
-        _refuse_masters(params, given)
-        masters = _map(_master, params, given)
-        inner = optimizer.init(_full(masters, params))
-        return MasterWeightsState(masters, inner, _map(_range, masters, params))
+        refuse_masters(params, given)
+        masters = map_weights(_master, params, given)
+        inner = optimizer.init(_inner_weights(masters, params))
+        return MasterWeightsState(masters, inner, map_weights(_range, masters, params))
 
     def update(
         updates: PyTree,
@@ -176,24 +181,24 @@ def master_weights(
         **extra_args: PyTree,
     ) -> tuple[PyTree, MasterWeightsState]:
         _refuse_weights(state.masters, params)
-        masters = _map(_followed, state.masters, params, state.ranges)
+        masters = map_weights(_followed, state.masters, params, state.ranges)
         updates, inner = optimizer.update(
-            _map(_widened, updates),
+            map_weights(widened, updates),
             state.inner_state,
-            _full(masters, params),
+            _inner_weights(masters, params),
             **extra_args,
         )
-        moved = _map(_moved, masters, updates)
-        written = _map(_written, moved, updates, params, state.ranges)
-        # Of the masters before the step. What waits for those after it could not be in
-        # the kernel that makes them.
-        ranges = _map(_range, masters, written)
+        new_masters = map_weights(moved, masters, updates)
+        written = map_weights(_written, new_masters, updates, params, state.ranges)
+        # From the masters before the step: ranges of those after it could not be
+        # computed in the kernel that computes them.
+        ranges = map_weights(_range, masters, written)
         skipped = was_skipped(state.inner_state, inner)
         if skipped is not None:
-            written = _map(functools.partial(_kept, skipped), written, params)
+            written = map_weights(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
-        new = _map(_update, written, updates, params)
-        return new, MasterWeightsState(moved, inner, ranges)
+        new = map_weights(_update, written, updates, params)
+        return new, MasterWeightsState(new_masters, inner, ranges)
 
     return Transformation(init, update)
 
@@ -243,13 +248,13 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
     knows_weights = bool(masters) or any(map(_keeps_nothing, states))
 
     def full(path: KeyPath, leaf: Any) -> Any:
-        if not _has_master(leaf):
+        if not has_master(leaf):
             return leaf
         place = (*map(str, path),)
         master = masters.get(place)
         if master is None and knows_weights:
             if any(place[:n] in without for n in range(len(place) + 1)):
-                return leaf._full() if is_stored(leaf) else full_weight(leaf, None)
+                return full_weight(values_of(leaf), None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
                 "`mpx.full_weights(model, opt_state)` needs this model's state of "
@@ -263,7 +268,7 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def _kept_by(state: Any) -> PyTree:
-    """Masters, or what stands for them, as a tree like the weights."""
+    """Returns the masters or low bits of a state, as a tree like the weights."""
     if isinstance(state, MasterWeightsState):
         return state.masters
     (kept,) = state.low_bits.values()
@@ -275,52 +280,31 @@ def _keeps_nothing(state: Any) -> bool:
 
 
 def _is_empty(node: object) -> bool:
-    """Whether a node stands for a weight without a master; Optax's is a tuple."""
+    """Returns whether a node, None or `optax.MaskedNode()`, replaces a master."""
     return node is None or (isinstance(node, tuple) and not node)
 
 
-def _is_leaf(node: object) -> bool:
-    return node is None or is_stored(node)
-
-
-def _map(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=_is_leaf)
-
-
-def _is_half(leaf: Any) -> bool:
-    return is_float_leaf(leaf) and is_half(leaf.dtype)
-
-
-def _has_master(weight: object) -> bool:
-    return is_stored(weight) or _is_half(weight)
-
-
 def _master(weight: object, given: PyTree) -> Array | None:
-    if not _has_master(weight):
+    if not has_master(weight):
         return None
-    given = given._full() if is_stored(given) else given
     # A copy, so that the model and the state of its optimizer can both be donated.
-    return jnp.array(given, jnp.float32)
+    return jnp.array(values_of(given), jnp.float32)
 
 
-def _widened(gradient: PyTree) -> PyTree:
-    return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
-
-
-def _full(masters: PyTree, params: PyTree) -> PyTree:
-    """What the inner optimizer sees as weights."""
+def _inner_weights(masters: PyTree, params: PyTree) -> PyTree:
+    """Returns the weights for the inner optimizer: masters, and weights without one."""
 
     def choose(master: object, weight: object) -> PyTree:
         return weight if master is None or weight is None else master
 
-    return _map(choose, masters, params)
+    return map_weights(choose, masters, params)
 
 
 def _followed(master: Any, weight: Any, known: Range | None) -> Any:
-    """The master, or where the weight is not its rounding, the weight.
+    """Returns the master, and the weight where it is not the rounded master.
 
-    By bits: an integer comparison is exact, and XLA may drop a cast to half precision
-    and back, but not one whose bits are read.
+    It compares bits: that is exact, and XLA may remove a cast to half precision and
+    back, but not one whose bits are read.
     """
     if master is None or weight is None:
         return master
@@ -335,14 +319,11 @@ def _bits(weight: AnyArray) -> Array:
     return jax.lax.bitcast_convert_type(weight, jnp.uint16)
 
 
-def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
-    if master is None or update is None:
-        return master
-    return (master + _widened(update)).astype(master.dtype)
-
-
 def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
-    """The weight of a master; as it was where nothing updates it, None without one."""
+    """Returns the weight of a master; None if it has no master or no update.
+
+    A stored weight without an update is returned unchanged.
+    """
     if master is None or update is None or weight is None:
         return weight if is_stored(weight) else None
     if isinstance(weight, StoredWeight):
@@ -364,37 +345,10 @@ def _update(written: Any, update: object, weight: Any) -> PyTree:
     return jax.tree.map(NewWeight, written, weight)
 
 
-def _refuse_masters(params: PyTree, masters: PyTree) -> None:
-    """Raises unless masters are weights of the same structure and shapes."""
-    structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"`masters` in `init` of {CALL} must have the structure of `params`; "
-            "got\n"
-            f"  params: {structures[0]}\n"
-            f"  masters: {structures[1]}"
-        )
-    leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
-    for (path, weight), given in zip(
-        jax.tree_util.tree_leaves_with_path(params, _is_leaf), leaves, strict=True
-    ):
-        is_float = is_stored(given) or is_float_leaf(given)
-        if _has_master(weight) and not (is_float and given.shape == weight.shape):
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
-                f"got {describe(given)} for "
-                f"{describe(weight)}{at_path(path_text(path))}."
-            )
-
-
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
-    """Raises unless the weights are of the form that `init` saw."""
-    if params is None:
-        raise ValueError(
-            f"`update` of {CALL} needs the weights: "
-            "`optimizer.update(grads, state, params)`."
-        )
-    structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
+    """Raises unless the weights have the structure, shapes and dtypes of `init`'s."""
+    refuse_no_weights(params)
+    structures = [jax.tree.structure(tree, is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
             f"`update` of {CALL} needs weights of the structure passed to `init`; "
@@ -404,15 +358,15 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
             "Make a state with `init(params)` of this model."
         )
     pairs = zip(
-        jax.tree_util.tree_leaves_with_path(params, _is_leaf),
-        jax.tree.leaves(masters, is_leaf=_is_leaf),
+        jax.tree_util.tree_leaves_with_path(params, is_leaf),
+        jax.tree.leaves(masters, is_leaf=is_leaf),
         strict=True,
     )
     for (path, weight), master in pairs:
         fits = (
-            not _has_master(weight)
+            not has_master(weight)
             if master is None
-            else _has_master(weight) and weight.shape == master.shape
+            else has_master(weight) and weight.shape == master.shape
         )
         if not fits and weight is not None:
             kept = "no master" if master is None else f"the master {describe(master)}"

@@ -1,11 +1,13 @@
 r"""bfloat16 weights with 16, 8 or no bits beside them, which move as float32 ones.
 
-A bfloat16 is the upper half of a float32. So what a float32 master knows beyond its
-weight are 16 bits. With all of them the master is exact; with 8 of them, or none, what
-is left of it is rounded randomly, and its mean is exact.
+A bfloat16 is the upper half of a float32, so a float32 master has 16 bits more than its
+weight, the *low bits*. With all 16 the master is exact; with 8 or none it is rounded
+randomly, and its mean is exact. What float32 masters share is here, too: `NewWeight`,
+an update that contains the new weight, and functions of trees of weights.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import equinox as eqx
@@ -14,23 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32, PyTree, UInt32
 
-from .._base.dtypes import is_half
 from .._base.errors import at_path, describe, warn_user
 from .._base.jax_compat import varying_axes
 from .._base.tree import is_float_leaf, path_text, select_tree
-from .._settings import cast_leaf
 from .._step import was_skipped
 from .._stored_weights import is_stored
-from ._codes import Noise, bits_of, first_step, joined, round_randomly, split
+from ._codes import (
+    Noise,
+    bits_of,
+    first_step,
+    is_half_leaf,
+    joined,
+    round_randomly,
+    split,
+    widened,
+)
 
-# ----------------------------------------------------------------------------
-# An update that says what a weight becomes (`NewWeight`).
+# --- NewWeight ------------------------------------------------------------------------
 #
-# Optax transformations return what is to be added to a weight. What is rounded by its
-# own rules, or kept in two parts, cannot be reached by adding an array.
+# Optax transformations return an array to add to a weight. No such array can give a
+# weight that is rounded by rules of its own or stored in two parts.
 
 CALL = "`mpx.master_weights(optimizer)`"
 _INSIDE = (
@@ -41,14 +48,14 @@ _INSIDE = (
 
 
 class NewWeight:
-    """An update that says what a weight becomes: `weight + update` is that.
+    """An update that contains the new weight: `weight + update` returns it.
 
     Args:
         value: The new weight.
-        weight: The weight that it was computed for, and is applied to.
+        weight: The weight that it was computed for and must be added to.
     """
 
-    # numpy leaves the sum to us, too.
+    # numpy leaves the sum to this class, too.
     __array_ufunc__ = None
     __slots__ = ("_weight", "value")
 
@@ -72,7 +79,7 @@ class NewWeight:
         return self._applied_to(weight)
 
     def __repr__(self) -> str:
-        # JAX's errors show it.
+        # JAX prints it in errors.
         return f"NewWeight({describe(self.value)}: {_INSIDE})"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -99,11 +106,11 @@ class NewWeight:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two arrays are known to be the same to the bit."""
+    """Returns whether two arrays are known to be bit-identical."""
     arrays = one, other
     if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
         return False
-    if not all(x.is_fully_addressable for x in arrays):  # parts are elsewhere
+    if not all(x.is_fully_addressable for x in arrays):  # parts on other processes
         return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -111,12 +118,88 @@ def _are_equal(one: Any, other: Any) -> bool:
     return a.tobytes() == b.tobytes()
 
 
-# ----------------------------------------------------------------------------
+# --- Trees of weights and masters -----------------------------------------------------
+
+
+def is_leaf(node: object) -> bool:
+    """Returns whether a node of a tree of weights is one weight, or None."""
+    return node is None or is_stored(node)
+
+
+def has_master(weight: object) -> bool:
+    """Returns whether a weight is narrower than float32, so that it has a master."""
+    return is_stored(weight) or is_half_leaf(weight)
+
+
+def map_weights(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    """Maps over weights; a stored weight is one leaf, and so is None."""
+    return jax.tree.map(function, *trees, is_leaf=is_leaf)
+
+
+def values_of(weight: Any) -> Any:
+    """Returns the values of a stored weight in float32, and others unchanged."""
+    return weight._full() if is_stored(weight) else weight
+
+
+def full_weight(weight: Any, low: Array | None) -> Any:
+    """Returns a half-precision weight in float32, with its low bits if it has any.
+
+    Other weights are returned unchanged.
+    """
+    if not is_half_leaf(weight):
+        return weight
+    if low is None:
+        return jnp.asarray(weight, jnp.float32)
+    if low.dtype == np.int8:
+        low = low.astype(jnp.int16) << np.int16(8)
+    return joined(weight, low)
+
+
+def moved(master: Any, update: Any) -> Any:
+    """Returns a master after its update, in its dtype; unchanged if either is None."""
+    if master is None or update is None:
+        return master
+    return (master + widened(update)).astype(master.dtype)
+
+
+def refuse_masters(params: PyTree, masters: PyTree) -> None:
+    """Raises unless masters have the structure and shapes of the weights."""
+    structures = [jax.tree.structure(tree, is_leaf) for tree in (params, masters)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`masters` in `init` of {CALL} must have the structure of `params`; "
+            "got\n"
+            f"  params: {structures[0]}\n"
+            f"  masters: {structures[1]}"
+        )
+    leaves = jax.tree.leaves(masters, is_leaf=is_leaf)
+    for (path, weight), given in zip(
+        jax.tree_util.tree_leaves_with_path(params, is_leaf), leaves, strict=True
+    ):
+        is_float = is_stored(given) or is_float_leaf(given)
+        if has_master(weight) and not (is_float and given.shape == weight.shape):
+            raise ValueError(
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(given)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
+            )
+
+
+def refuse_no_weights(params: PyTree | None) -> None:
+    """Raises if an update got no weights."""
+    if params is None:
+        raise ValueError(
+            f"`update` of {CALL} needs the weights: "
+            "`optimizer.update(grads, state, params)`."
+        )
+
+
+# --- Low bits ------------------------------------------------------------------------
 
 Bits: TypeAlias = Literal[16, 8, 0]
 _DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
-# Of low bits in a state. What is restored by a template, which casts them, has the
-# names of the template, or does not fit it.
+# Names of low bits in a state. A template may cast a restored array, but with other
+# bits it has another name, and does not fit.
 _NAMES = {16: "int16", 8: "int8", 0: "none"}
 
 
@@ -124,9 +207,9 @@ class SmallWeightsState(NamedTuple):
     """The state of `master_weights` with `bits` below 32.
 
     Attributes:
-        low_bits: One tree like the weights, by the name of what is kept: `"int16"`,
-            `"int8"` or `"none"`. Its leaves are what bfloat16 leaves out of each
-            weight; None where nothing is kept. For float32 weights see `full_weights`.
+        low_bits: One tree like the weights, by the dtype of its leaves: `"int16"`,
+            `"int8"` or `"none"`. A leaf has the bits that bfloat16 omits from a weight;
+            None where nothing is kept. For float32 weights see `full_weights`.
         inner_state: The state of the inner optimizer.
         step: The number of the next step that draws noise, counted from a hash of the
             weights; None with 16 bits, which draw none.
@@ -144,30 +227,24 @@ class SmallWeights:
         self._optimizer, self._bits = optimizer, bits
 
     def init(self, params: PyTree, masters: PyTree | None = None) -> SmallWeightsState:
-        """The state to start from; `masters` are the weights in float32, if known."""
+        """Returns the first state; `masters` are the weights in float32, if known."""
         given = params if masters is None else masters
-        if _structure(params) != _structure(given):
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the structure of `params`; "
-                "got\n"
-                f"  params: {_structure(params)}\n"
-                f"  masters: {_structure(given)}"
-            )
-        low = _map(self._start, params, given)
+        refuse_masters(params, given)
+        low = map_weights(self._start, _paths(params), params, given)
         if not self._bits and masters is not None:
             self._warn_of_masters(params, masters)
         step = None if self._bits == 16 else first_step(given)
-        inner = self._optimizer.init(_map(_full, params, low))
+        inner = self._optimizer.init(map_weights(full_weight, params, low))
         return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
 
     def _warn_of_masters(self, params: PyTree, masters: PyTree) -> None:
-        def is_lost(_: KeyPath, weight: Any, master: Any) -> bool:
-            if not _is_half(weight):
+        def is_lost(weight: Any, master: Any) -> bool:
+            if not is_half_leaf(weight):
                 return False
-            is_other = jnp.asarray(weight, jnp.float32) != master
+            is_other = jnp.asarray(weight, jnp.float32) != values_of(master)
             return isinstance(is_other, Tracer) or bool(jnp.any(is_other))
 
-        if any(jax.tree.leaves(_map(is_lost, params, masters))):
+        if any(jax.tree.leaves(map_weights(is_lost, params, masters))):
             warn_user(
                 f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
                 "nothing is kept beside them, and what bfloat16 leaves out of "
@@ -175,24 +252,18 @@ class SmallWeights:
                 "`bits=16` all; without `masters` nothing is said."
             )
 
-    def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
-        """What is kept beside a weight whose master is known."""
-        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
+    def _start(self, path: str, weight: Any, master: Any) -> Array | None:
+        """Returns the low bits of a weight with this master, None if it has none."""
+        is_float16 = is_half_leaf(weight) and weight.dtype != jnp.bfloat16
         if is_float16 or is_stored(weight):
             raise ValueError(
                 f"`bits={self._bits}` of {CALL} needs bfloat16 for weights below "
-                f"float32; got {describe(weight)}{at_path(path_text(path))}. Make it "
+                f"float32; got {describe(weight)}{at_path(path)}. Make it "
                 "bfloat16, or use float32 masters, `bits=32`."
             )
-        if not _is_half(weight):
+        if not is_half_leaf(weight):
             return None
-        if not is_float_leaf(master) or master.shape != weight.shape:
-            raise ValueError(
-                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
-                f"got {describe(master)} for "
-                f"{describe(weight)}{at_path(path_text(path))}."
-            )
-        return self._difference(weight, jnp.asarray(master, jnp.float32))
+        return self._difference(weight, jnp.asarray(values_of(master), jnp.float32))
 
     def update(
         self,
@@ -201,27 +272,24 @@ class SmallWeights:
         params: PyTree | None = None,
         **extra_args: PyTree,
     ) -> tuple[PyTree, SmallWeightsState]:
-        """The new weights, as updates, and the new state."""
+        """Returns the new weights, as updates, and the new state."""
         low_bits = self._low_bits(state, params)
-        full = _map(_full, params, low_bits)
+        full = map_weights(full_weight, params, low_bits)
         updates, inner = self._optimizer.update(
-            jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
+            map_weights(widened, updates), state.inner_state, full, **extra_args
         )
         skipped = was_skipped(state.inner_state, inner)
         step = state.step
 
-        def write(
-            path: KeyPath, weight: Any, master: Any, update: Any, low: Any
-        ) -> Any:
-            if not _is_half(weight) or update is None:
+        def write(path: str, weight: Any, master: Any, update: Any, low: Any) -> Any:
+            if not is_half_leaf(weight) or update is None:
                 return _Written(update, low)
-            moved = (master + _widened(update)).astype(jnp.float32)
-            new, kept = self._split(moved, path, step)
+            new, kept = self._split(moved(master, update), path, step)
             if skipped is not None:
                 new, kept = select_tree(skipped, (weight, low), (new, kept))
             return _Written(NewWeight(new, weight), kept)
 
-        written = _map(write, params, full, updates, low_bits)
+        written = map_weights(write, _paths(params), params, full, updates, low_bits)
         if step is not None:
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
@@ -229,12 +297,11 @@ class SmallWeights:
         return pick(0), SmallWeightsState({_NAMES[self._bits]: pick(1)}, inner, step)
 
     def _split(
-        self, master: Float32[Array, "..."], path: KeyPath, step: Array | None
+        self, master: Float32[Array, "..."], path: str, step: Array | None
     ) -> tuple[Array, Array | None]:
-        """The weight, and what is kept beside it."""
+        """Returns the weight and the low bits of a master."""
         if step is not None:
-            name = f"weight {path_text(path)}"
-            noise = Noise(step, name, varying_axes(master))
+            noise = Noise(step, f"weight {path}", varying_axes(master))
             master = round_randomly(master, 16 - self._bits, noise)
         weight, low = split(master)
         if self._bits == 16:
@@ -242,11 +309,11 @@ class SmallWeights:
         return weight, (low >> np.int16(8)).astype(jnp.int8) if self._bits else None
 
     def _difference(self, weight: Array, master: Float32[Array, "..."]) -> Array | None:
-        """What is kept beside a given weight; nothing where it is not the nearest."""
+        """Returns the low bits; zero where the weight is not the master's nearest."""
         if not self._bits:
             return None
         shift = 16 - self._bits
-        # To the nearest; what is kept of 16 bits is exact.
+        # 8 bits are rounded to the nearest; 16 are exact.
         rest = bits_of(master) + np.uint32((1 << shift) >> 1)
         rest = rest - bits_of(jnp.asarray(weight, jnp.float32))
         rest = lax.bitcast_convert_type(rest, jnp.int32) >> np.int32(shift)
@@ -256,11 +323,11 @@ class SmallWeights:
         return kept.astype(_DTYPES[self._bits])
 
     def _low_bits(self, state: Any, params: PyTree | None) -> PyTree:
-        """What is kept beside weights, of the form that `init` made for them.
+        """Returns the low bits of a state, checked to be those of these weights.
 
         Raises:
             TypeError: The state is that of another transformation.
-            ValueError: Or of other bits or other weights.
+            ValueError: The state is that of other bits or other weights.
         """
         if not isinstance(state, SmallWeightsState):
             raise TypeError(
@@ -268,11 +335,7 @@ class SmallWeights:
                 f"`init`; got {describe(state)}. To start from another one: "
                 "`init(params, mpx.full_weights(params, other_state))`."
             )
-        if params is None:
-            raise ValueError(
-                f"`update` of {CALL} needs the weights: "
-                "`optimizer.update(grads, state, params)`."
-            )
+        refuse_no_weights(params)
         name, found = _NAMES[self._bits], state.low_bits
         if not isinstance(found, Mapping) or [*found] != [name]:
             kept = [*found] if isinstance(found, Mapping) else describe(found)
@@ -284,7 +347,8 @@ class SmallWeights:
                 f"`state._replace(low_bits={{{name!r}: state.low_bits}})`."
             )
         low_bits = found[name]
-        made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
+        start = functools.partial(map_weights, self._start, _paths(params))
+        made = jax.eval_shape(lambda p: start(p, p), params)
         wanted, found = (
             {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
             for leaves in map(jax.tree_util.tree_leaves_with_path, (made, low_bits))
@@ -301,23 +365,8 @@ class SmallWeights:
         return low_bits
 
 
-def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:
-    return full_weight(weight, low)
-
-
-def full_weight(weight: Any, low: Array | None) -> Any:
-    """A weight in float32, with what is kept beside it; others as they are."""
-    if not _is_half(weight):
-        return weight
-    if low is None:
-        return jnp.asarray(weight, jnp.float32)
-    if low.dtype == np.int8:
-        low = low.astype(jnp.int16) << np.int16(8)
-    return joined(weight, low)
-
-
 class _Written(NamedTuple):
-    """What a step makes of a weight, and of what is kept beside it."""
+    """A step's update of a weight, and the new low bits beside it."""
 
     update: Any
     low: Any
@@ -327,21 +376,8 @@ def _is_written(node: object) -> bool:
     return isinstance(node, _Written)
 
 
-def _is_leaf(node: object) -> bool:
-    return node is None or is_stored(node)
-
-
-def _structure(tree: PyTree) -> Any:
-    return jax.tree.structure(tree, is_leaf=_is_leaf)
-
-
-def _map(function: Any, *trees: PyTree) -> PyTree:
-    return jax.tree_util.tree_map_with_path(function, *trees, is_leaf=_is_leaf)
-
-
-def _is_half(leaf: Any) -> bool:
-    return is_float_leaf(leaf) and is_half(leaf.dtype)
-
-
-def _widened(leaf: Any) -> Any:
-    return cast_leaf(leaf, np.dtype(np.float32)) if _is_half(leaf) else leaf
+def _paths(params: PyTree) -> PyTree:
+    """Returns a tree like the weights of their paths."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path_text(path), params, is_leaf=is_leaf
+    )

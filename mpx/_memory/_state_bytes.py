@@ -1,4 +1,4 @@
-"""What a training step keeps, in bytes, by part (`state_bytes`)."""
+"""The bytes of weights and optimizer state, by part (`state_bytes`)."""
 
 import dataclasses
 import math
@@ -115,7 +115,7 @@ def _size(leaf: Any) -> int:
 
 
 def _field(path: KeyPath, weights: WeightsByPath[Any]) -> str:
-    """The field of a state that an array stands in."""
+    """Returns the field of a state that an array is in: the last name in its path."""
     for end, _ in weights.of(path):
         path = path[: len(path) - len(end)]
         break

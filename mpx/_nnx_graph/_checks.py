@@ -1,4 +1,4 @@
-"""Refuses NNX objects, and changes of them, that cannot come out of a transform."""
+"""Records of split NNX objects, and errors for changes a transform would lose."""
 
 import dataclasses
 import sys
@@ -14,33 +14,32 @@ from jaxtyping import PyTree
 from .._base.errors import at_path, describe
 from .._base.tree import NamedLeaves, is_float_leaf, is_trainable
 
-# ----------------------------------------------------------------------------
-# What is known about NNX objects that were taken apart, and how places are named.
+# --- Records of split NNX objects, and names of their Variables -----------------------
 
 # The groups of leaves.
 GROUPS = WEIGHT, FIXED, STATE = "weight", "fixed", "state"
 
 
 def is_nnx_object(node: object) -> bool:
-    """Whether a node is an NNX object that has to be taken apart."""
+    """Returns whether a node is an NNX object to split."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
 
 
 def is_nnx_module(node: object) -> bool:
-    """Whether a node is an NNX object that changes in place, and no state of one."""
+    """Returns whether a node is an NNX object that changes in place, not its state."""
     nnx = sys.modules.get("flax.nnx")
     kinds = () if nnx is None else (nnx.Module, nnx.Optimizer, nnx.Rngs)
     return isinstance(node, kinds)
 
 
 class Slot(NamedTuple):
-    """A place in an object that holds a value.
+    """A Variable or other holder of a value in an object.
 
     Attributes:
         group: One of the three groups.
         name: The path from the arguments, such as `args[0].layers[0].kernel`.
-        value: What it held before the call.
+        value: Its value before the call.
     """
 
     group: str
@@ -49,17 +48,17 @@ class Slot(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """Whether it holds an array; anything else stays what it is."""
+        """Whether it holds an array; any other value stays unchanged."""
         return isinstance(self.value, jax.Array | np.ndarray)
 
 
 class Taken(NamedTuple):
-    """What is known about one object: how to make it again, and where its values go.
+    """The record of one object, to rebuild it.
 
     Attributes:
-        graphdef: NNX's description of what is no value.
+        graphdef: NNX's description of the object without its values.
         form: The structure of its three states: weights, fixed, state.
-        slots: The places in these, by their path in NNX's state.
+        slots: Its slots, by their path in NNX's state.
     """
 
     graphdef: Any
@@ -68,12 +67,12 @@ class Taken(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the value of a leaf comes from after the call.
+    """The origin of a leaf's value after the call.
 
     Attributes:
-        slot: The place that held a value before, None for a new place.
-        is_new: Whether the call gave it a value.
-        constant: The value of a place that holds no array.
+        slot: The slot that had a value before; None for a new one.
+        is_new: Whether the call set its value.
+        constant: The value of a slot without an array.
     """
 
     slot: Slot | None
@@ -82,12 +81,12 @@ class Origin(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """How an object came out of the call, without traced values.
+    """The record of an object after the call, without traced values.
 
     Attributes:
-        graphdef: NNX's description of what is no value.
+        graphdef: NNX's description of the object without its values.
         form: The structure of its state.
-        origins: Where the value of each leaf comes from.
+        origins: The origin of each leaf's value.
     """
 
     graphdef: Any
@@ -96,17 +95,16 @@ class Changed(NamedTuple):
 
 
 def has_nnx_objects(tree: PyTree) -> bool:
-    """Whether there is an NNX object in a tree."""
+    """Returns whether there is an NNX object in a tree."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
 
 
 def places(tree: PyTree) -> list[KeyPath]:
-    """The path of each leaf; in an NNX module that of the variable that holds it.
+    """Returns the path of each leaf; in an NNX module the path of its Variable.
 
-    So `layers[0].kernel` and not `layers[0].kernel.value`, as the place is called where
-    the module is taken apart.
+    So `layers[0].kernel`, as in split modules, and not `layers[0].kernel.value`.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     nnx = sys.modules.get("flax.nnx")
@@ -125,7 +123,7 @@ def places(tree: PyTree) -> list[KeyPath]:
 
 
 def place_text(path: KeyPath) -> str:
-    """Writes a path into NNX's state as one into the object: `.layers[0].kernel`."""
+    """Formats a path into NNX's state as one into the object: `.layers[0].kernel`."""
     *keys, last = path or (None,)
     text = "".join(key_text(getattr(key, "key", key)) for key in keys)
     if last is None or last == jax.tree_util.GetAttrKey("value"):
@@ -139,9 +137,9 @@ def key_text(key: object) -> str:
     return f"[{key}]" if isinstance(key, int) else str(key)
 
 
-# ----------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------
 
-# Where only values of the state may change, and another place did.
+# For calls that may only change values of the state, and changed something else.
 NEW_FORM = (
     "With `accumulate` the function passed to {call} may only change values of "
     "the state of NNX modules (batch statistics, random streams, caches); it set "
@@ -157,14 +155,14 @@ _OUTSIDE = (
 
 @dataclasses.dataclass
 class Checks:
-    """Refuses Variables whose changes could not come out or not be undone.
+    """Refuses Variables whose changes could not be returned or undone.
 
     Attributes:
         call: The public function to name in an error.
-        may_come_from_outside: Whether objects may come from outside of the function
-            that JAX is tracing, as long as nothing changes in them.
-        outside: A place in such an object, if there is one.
-        seen: For each Variable whether it is a weight, its place, and itself.
+        may_come_from_outside: Whether objects may come from outside the function that
+            JAX is tracing, as long as nothing changes in them.
+        outside: The name of a Variable in such an object, if any.
+        seen: By id, whether each Variable is a weight, its name, and itself.
     """
 
     call: str
@@ -173,7 +171,7 @@ class Checks:
     seen: dict[int, tuple[bool, str, object]] = dataclasses.field(default_factory=dict)
 
     def check(self, node: object, predicate: Callable[..., bool], name: str) -> None:
-        """Looks at every Variable of an object."""
+        """Checks every Variable of an object."""
         from flax import nnx
 
         for path, value in nnx.iter_graph(node):
@@ -182,7 +180,7 @@ class Checks:
             place = name + "".join(map(key_text, path))
             self._refuse_kind(value, place)
             is_weight = bool(predicate(path, value))
-            # The Variable is kept too, so that its id is not given to another one.
+            # Keep the Variable, too, so that its id is not reused.
             before, other, _ = self.seen.setdefault(
                 id(value), (is_weight, place, value)
             )
@@ -204,7 +202,7 @@ class Checks:
                 "model without it: `nnx.with_vars(model, ref=False, hijax=False)`."
             )
         try:
-            # Changes nothing, but NNX says whether it may be done here.
+            # Changes nothing, but NNX raises if it is not allowed here.
             variable.set_raw_value(variable.get_raw_value())
         except TraceContextError as error:
             if not self.may_come_from_outside:
@@ -217,14 +215,14 @@ class Checks:
 def refuse_change_from_outside(
     changed: Sequence[Changed], place: str, call: str
 ) -> None:
-    """Raises if there is something to write to an object from outside of a trace."""
+    """Raises if a value would be written to an object from outside a trace."""
     for out in changed:
         if any(origin.is_new or origin.slot is None for origin in out.origins):
             raise ValueError(_OUTSIDE.format(call=call, place=place))
 
 
 def with_form_of(slot: Slot, value: Any, call: str) -> Any:
-    """A new value in the dtype of the place that takes it."""
+    """Returns a new value in the dtype of its slot; raises for another shape."""
     old = slot.value
     if is_float_leaf(value) and is_float_leaf(old):
         value = value.astype(old.dtype)
@@ -238,7 +236,7 @@ def with_form_of(slot: Slot, value: Any, call: str) -> Any:
 
 
 def refuse_method(func: object, call: str) -> None:
-    """Raises where the model would not be an argument."""
+    """Raises if the model is not an argument."""
     from flax import nnx
 
     owner = getattr(func, "__self__", None)

@@ -1,4 +1,4 @@
-"""Taking the NNX objects of a call apart, and writing back what changed in them."""
+"""Splits the NNX objects of a call, and writes changed values back into them."""
 
 import contextlib
 import itertools
@@ -35,15 +35,15 @@ _CONTEXT = "mpx"
 def taken_apart(
     call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, object] | None = None
 ) -> Iterator["Parts"]:
-    """Takes the NNX objects of a call apart; within the context they may be called.
+    """Splits the NNX objects of a call; within the context they may be called.
 
     Args:
         call: The public function to name in an error.
         args: The positional arguments.
         kwargs: The keyword arguments.
-        wanted: For each differentiated position the NNX filter of its weights. None
-            for a transform that undoes nothing: the weights are then the parameters
-            and plain arrays of all objects, and any change is fine.
+        wanted: The NNX filter of the weights for each differentiated position. None for
+            a transform that undoes nothing: the weights are then the parameters and
+            plain arrays of all objects, and any change is allowed.
     """
     from flax import nnx
 
@@ -58,14 +58,14 @@ def call_with_objects(
     args: Sequence[PyTree],
     kwargs: PyTree,
 ) -> PyTree:
-    """Calls a function of NNX objects, which change as it says, in a transform of JAX.
+    """Calls a function of NNX objects in a transform of JAX, and updates the objects.
 
     Args:
         transformed: `transformed(pure, args, kwargs)` calls `pure`, a function of
-            trees, in the transform and returns what it returns. The last argument is
-            one more, the state of all objects.
+            trees, in the transform and returns its result. The last argument is
+            additional: the state of all objects.
         call: The public function to name in an error.
-        func: The function, no object itself.
+        func: The function; not an NNX object.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
@@ -81,10 +81,10 @@ def call_with_objects(
 
 
 class Parts:
-    """The arguments of one call, taken apart.
+    """The split arguments of one call.
 
     Attributes:
-        args: The positional arguments, with `NamedLeaves` in the place of objects.
+        args: The positional arguments, with `NamedLeaves` in place of objects.
         kwargs: The keyword arguments, likewise.
         fixed: The fixed values of all objects, as one node.
         state: The state of all objects, as one node.
@@ -145,7 +145,7 @@ class Parts:
         return NamedLeaves(len(self._objects) - 1, names, [s.value for s in weights])
 
     def _group(self, group: str) -> tuple[list[str], list[AnyArray]]:
-        """Names and values of the arrays of a group, of all objects."""
+        """Returns names and values of a group's arrays, for all objects."""
         slots = [
             slot
             for taken in self._objects
@@ -163,7 +163,7 @@ class Parts:
         state: ModelState,
         keeps_form: bool = False,
     ) -> tuple[PyTree, ModelState, list[object]]:
-        """Calls a function with the objects put together again.
+        """Calls a function with the rebuilt objects.
 
         Args:
             func: The function.
@@ -171,11 +171,11 @@ class Parts:
             kwargs: Keyword arguments like `self.kwargs`.
             fixed: Like `self.fixed`.
             state: Like `self.state`.
-            keeps_form: Refuse changes other than of values of the state.
+            keeps_form: Raise for changes other than of values of the state.
 
         Returns:
-            What the function returned, with `NamedLeaves` in the place of objects;
-            the new state; and the values of all other places that have changed.
+            The function's result, with `NamedLeaves` in place of objects; the new
+            state; and all other changed values.
         """
         from flax import nnx
 
@@ -192,7 +192,7 @@ class Parts:
         with nnx.split_context(_CONTEXT) as context:
             self._changed = [
                 self._read(context, node, slots, news, others, keeps_form)
-                # Objects that the function made stand last, and were given nothing.
+                # Objects that the function made come last, and have no slots.
                 for node, slots in itertools.zip_longest(objects, given, fillvalue={})
             ]
         values = [
@@ -210,7 +210,7 @@ class Parts:
         fixed: NamedLeaves,
         state: ModelState,
     ) -> PyTree:
-        """Calls a function as `call` does, and forgets what it changed."""
+        """Calls a function as `call` does, and drops its changes."""
         (args, kwargs), _, _ = self._merged(args, kwargs, fixed, state)
         return func(*args, **kwargs)
 
@@ -221,11 +221,11 @@ class Parts:
         fixed: NamedLeaves,
         state: ModelState,
     ) -> tuple[PyTree, list[object], list[dict[str, tuple[Slot, object]]]]:
-        """The arguments with objects, these, and what each was given by path."""
+        """Returns the arguments with objects, the objects, and their values by path."""
         from flax import nnx
 
         # The iterators are shared: each object takes its own values from them, in the
-        # order in which `_group` put them there.
+        # order of `_group`.
         shared = {FIXED: iter(fixed.leaves), STATE: iter(state.leaves)}
         weights = _by_label(args, kwargs)
         objects: list[object] = []
@@ -251,13 +251,12 @@ class Parts:
         others: list[object],
         keeps_form: bool,
     ) -> Changed:
-        """Says how an object came out, and collects its new values."""
+        """Returns how an object was changed, and collects its new values."""
         graphdef, state = context.split(node)
         origins: list[Origin] = []
         for path, value in jax.tree_util.tree_leaves_with_path(state):
             slot, before = given.get(jax.tree_util.keystr(path), (None, None))
-            # By identity: what the function did not write is the very array that it was
-            # given.
+            # By identity: an unchanged value is the same array object.
             if slot is not None and value is before:
                 origins.append(Origin(slot, False))
                 continue
@@ -285,14 +284,14 @@ class Parts:
         others: Sequence[object],
         finite: BoolScalar | None = None,
     ) -> PyTree:
-        """Puts new values into the objects that came in.
+        """Writes new values into the original objects.
 
         Args:
-            result: What the function returned, as `call` gave it.
-            state: The new state, as `call` gave it.
-            others: The other values, as `call` gave them.
-            finite: Where it is False, every place that held a value keeps it; None
-                for always new values.
+            result: The function's result, as returned by `call`.
+            state: The new state, as returned by `call`.
+            others: The other values, as returned by `call`.
+            finite: If False, every slot keeps its old value; None always writes new
+                values.
 
         Returns:
             The result, with objects in it again.
@@ -301,7 +300,7 @@ class Parts:
 
         came_in: list[object] = []
         if self._checks.outside is not None:
-            # Nothing may be written to them; where nothing is to be, that is fine.
+            # Objects from outside the trace are allowed if they do not change.
             came_in = self._originals
             refuse_change_from_outside(
                 self._changed[: len(came_in)], self._checks.outside, self._call
@@ -329,7 +328,7 @@ class Parts:
         return _filled(result, [*came_in, *objects])
 
     def gradients(self, grads: PyTree) -> PyTree:
-        """Gradients with NNX's states in the place of objects, as `nnx.grad` has it."""
+        """Returns gradients with NNX's states in place of objects, like `nnx.grad`."""
 
         def states(node: object) -> PyTree:
             if not isinstance(node, NamedLeaves):
@@ -341,8 +340,8 @@ class Parts:
 
 
 def _value_of(slot: Slot, values: Iterator[object]) -> object:
-    """What goes into a place: the next of the values that its group has."""
-    # Weights that are no arrays go in with the others, and stay what they are.
+    """Returns the value for a slot: the next value of its group."""
+    # Non-array weights are among the values, too, and stay unchanged.
     if slot.is_array or slot.group == WEIGHT:
         value = next(values)
         return value if slot.is_array else slot.value
@@ -350,13 +349,12 @@ def _value_of(slot: Slot, values: Iterator[object]) -> object:
 
 
 def _predicate(node: object, wanted: Any) -> Callable[..., bool]:
-    """Which places of an object are weights."""
+    """Returns the predicate that selects the weights of an object."""
     from flax import nnx
 
     if wanted is None:
         return nnx.Nothing()
-    # As in NNX: a Variable that is an argument by itself is differentiated whatever
-    # its type.
+    # As in NNX: a Variable of any type is differentiated if it is itself an argument.
     return nnx.Everything() if isinstance(node, nnx.Variable) else nnx.Any(wanted)
 
 
@@ -377,7 +375,7 @@ def _by_label(args: PyTree, kwargs: PyTree) -> dict[int, Sequence[AnyArray]]:
 
 
 def _filled(tree: PyTree, objects: Sequence[object]) -> PyTree:
-    """A tree with objects in the place of `NamedLeaves`."""
+    """Returns a tree with objects in place of `NamedLeaves`."""
 
     def fill(node: object) -> PyTree:
         return objects[node.label] if isinstance(node, NamedLeaves) else node

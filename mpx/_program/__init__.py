@@ -1,6 +1,19 @@
-"""What JAX's programs are: primitives, equations, and how facts travel through them.
+"""JAX's programs: primitives, equations, and facts about their values.
 
-It knows no precision but the class that each primitive has by default.
+The only fact about precision here is each primitive's default class. In order:
+
+- `primitives`: a table with one record for each primitive;
+- `equations`: the equations of a program, and the programs that they hold;
+- `source`: the user's lines, scopes and transforms of an equation;
+- `flow`: propagates facts forward or backward;
+- `calls`: converts a call with any PyTrees to a function of arrays;
+- `islands`: parts between matmuls that are cheap to recompute, and residual streams;
+- `remat`: recomputes a program in the backward pass, and counts residuals;
+- `cuts`: the parts of an array that a program reads;
+- `homogeneity`: whether a program is proportional to some inputs;
+- `probe`: runs a program and records facts about its values;
+- `widening`: rewrites a half-precision program to float32;
+- `cpu_products`: bfloat16 matmuls and convolutions in the form for CPUs.
 """
 
 from .calls import Call, Form, divide, is_array_or_type, named_like
@@ -18,6 +31,7 @@ from .equations import (
     distinct_equations,
     is_along_vmap,
     is_inexact,
+    is_matmul,
     is_multiplication,
     lengths,
     only_picks,

@@ -1,8 +1,8 @@
-"""A call with any PyTrees as a program of arrays, and back.
+"""Converts a call with any PyTrees to a function of arrays, and back.
 
-JAX traces functions of arrays. What a user calls has trees of all kinds as arguments
-and results, whose other leaves (a flag, a string, a dtype) are part of the program.
-What is traced in place of a user's function is called as his is in errors.
+JAX traces functions of arrays. A user's function has trees of all kinds as arguments
+and results, whose other leaves (a flag, a string, a dtype) are part of the program. In
+errors the traced function has the name of the user's function.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def is_array(leaf: object) -> bool:
-    """Whether a leaf is an array, or a number of numpy's."""
+    """Returns whether a leaf is an array or a NumPy scalar."""
     return isinstance(leaf, ARRAYS)
 
 
 def is_array_or_type(leaf: object) -> bool:
-    """Whether a leaf is an array, or stands for one that is not there."""
+    """Returns whether a leaf is an array, or the type of an array."""
     return isinstance(leaf, ARRAYS | jax.ShapeDtypeStruct)
 
 
@@ -39,7 +39,7 @@ class Form:
     Attributes:
         structure: The structure of the whole tree.
         leaves: Its leaves; None in place of arrays.
-        are_arrays: For each leaf whether it is one.
+        are_arrays: For each leaf whether it is an array.
     """
 
     structure: Any
@@ -47,7 +47,7 @@ class Form:
     are_arrays: tuple[bool, ...]
 
     def filled(self, arrays: Sequence[object]) -> PyTree:
-        """The tree with these arrays."""
+        """Returns the tree with these arrays."""
         missing = iter(arrays)
         pairs = zip(self.leaves, self.are_arrays, strict=True)
         full = [next(missing) if is_one else leaf for leaf, is_one in pairs]
@@ -57,7 +57,7 @@ class Form:
 def divide(
     tree: PyTree, is_array: Callable[[object], bool] = is_array
 ) -> tuple[list[AnyArray], Form]:
-    """The arrays of a tree, and the rest of it."""
+    """Splits a tree into its arrays and the rest."""
     leaves, structure = jax.tree.flatten(tree)
     are_arrays = tuple(map(is_array, leaves))
     arrays, rest = [], []
@@ -68,13 +68,13 @@ def divide(
 
 
 class Call:
-    """A call as a function of the arrays in it, which gives the arrays of its result.
+    """A call as a function of its arrays, which returns the arrays of its result.
 
     Attributes:
-        arrays: The arrays that it is called with, in the order of the tree.
-        paths: For each of them its path in `(func, args, kwargs)`.
+        arrays: The arrays of the call, in the order of the tree.
+        paths: The path of each array in `(func, args, kwargs)`.
         form: The rest of that tree.
-        result: The rest of what it returned when it last ran.
+        result: The rest of the last returned result.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Call:
         is_array: Callable[[object], bool] = is_array,
         call: Callable[..., PyTree] | None = None,
     ) -> None:
-        """Takes a call apart.
+        """Splits a call.
 
         Args:
-            func: The function; its own arrays go in, too, where it is a tree.
+            func: The function; if it is a tree, its arrays are included.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            is_array: Which leaves go in.
-            call: What is done with `func, args, kwargs`; by default the call.
+            is_array: Returns whether a leaf becomes an input.
+            call: A function of `func, args, kwargs` to run; by default the call.
         """
         tree = (func, args, kwargs)
         self.arrays, self.form = divide(tree, is_array)
@@ -103,14 +103,13 @@ class Call:
         self._call = call or _called
 
     def __call__(self, *arrays: AnyArray) -> list[AnyArray]:
-        """The arrays of the result."""
-        # Left here while JAX traces. What JAX has traced before runs no Python, so each
-        # trace needs a `Call` of its own.
+        """Returns the arrays of the result."""
+        # Set while JAX traces. A cached trace runs no Python: each needs a new `Call`.
         found, self.result = divide(self._call(*self.form.filled(arrays)))
         return found
 
     def result_of(self, arrays: Sequence[object]) -> PyTree:
-        """The whole result, with these arrays."""
+        """Returns the whole result, with these arrays."""
         assert self.result is not None, "the call has not run"
         return self.result.filled(arrays)
 
@@ -121,20 +120,20 @@ def _called(func: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree
 
 # --- Names in errors ------------------------------------------------------------------
 
-# JAX says which function it was tracing when a program asks for a number that only a
-# run knows: `if jnp.sum(y) > 0`. It looks through `__wrapped__`, and reads the names of
-# arguments from a signature.
+# JAX names the function that it was tracing when a program needs the value of a tracer:
+# `if jnp.sum(y) > 0`. It follows `__wrapped__`, and reads the names of arguments from a
+# signature.
 
 
 def named_like(
     flat: Callable[..., PyTree], func: Callable[..., PyTree], paths: Sequence[KeyPath]
 ) -> Callable[..., PyTree]:
-    """Gives a function the name and the place of another one.
+    """Gives a function the name and source location of another one.
 
     Args:
         flat: A function of arrays.
         func: The user's function, which it calls.
-        paths: For each array its path in `(func, args, kwargs)`.
+        paths: The path of each array in `(func, args, kwargs)`.
 
     Returns:
         `flat`.
@@ -152,7 +151,7 @@ def named_like(
 
 
 def _code_of(func: Any) -> Any:
-    """The function that a callable is written as, perhaps in its class."""
+    """Returns the function that defines a callable, possibly in its class."""
     while isinstance(func, functools.partial):
         func = func.func
     func = inspect.unwrap(func)
@@ -181,5 +180,5 @@ def _namer(func: Callable[..., PyTree]) -> Callable[[KeyPath], str]:
 
 
 def _identifier(text: str) -> str:
-    """`model_layers_0_weight` for `model.layers[0].weight`."""
+    """Returns an identifier: `model_layers_0_weight` for `model.layers[0].weight`."""
     return "_" * text[:1].isdigit() + re.sub(r"\W+", "_", text).strip("_") or "_"

@@ -1,9 +1,9 @@
-"""Products of bfloat16 that a CPU computes in the form that it has units for.
+"""Multiplies and convolves bfloat16 in the form that a CPU has fast units for.
 
-Such a product is a primitive of its own, for JAX's derivative must not see the float32
-result: products of float32 by bfloat16 would come of it. It has the name, parameters
-and type of JAX's and is lowered to it, but for CPUs. So what knows a product by its
-name knows this one, and a policy of `jax.checkpoint` is asked about JAX's.
+Such a matmul or convolution has its own primitive, because JAX's derivative must not
+see the float32 result: it would multiply float32 by bfloat16. The primitive has the
+name, parameters and type of JAX's, and is lowered to JAX's except on CPUs. So code that
+tests the name treats both alike, and policies of `jax.checkpoint` receive JAX's.
 """
 
 import functools
@@ -31,16 +31,15 @@ from .._base.jax_compat import (
 from .._base.typing import AnyArray
 from .equations import run_by
 
-# ----------------------------------------------------------------------------
-# The form of a bfloat16 product that XLA's CPU compiler has units for.
+# --- Matmuls in the form for CPUs -----------------------------------------------------
 #
-# XLA multiplies bfloat16 by a library (YNNPACK) that uses them, with float32 sums, if
-# the result is float32 and the left operand's contracted axes are its last. A plain
-# product of another order loses its copy: XLA folds a transpose into it, and it leaves
-# the library, for a slow loop that sums in bfloat16 where the result is bfloat16 (since
-# jaxlib 0.11), or for nothing at all: a float32 result is then not implemented (0.10).
-# So the left operand is brought into order, and its layout is said: XLA folds nothing
-# into that, and it costs no pass (jaxlib 0.10.2 to 0.12.0.1, November 2026).
+# XLA multiplies bfloat16 by a library (YNNPACK) that uses these units, with float32
+# sums, if the result is float32 and the left operand's contracted axes are its last. A
+# transposed copy does not help: XLA folds the transpose into the matmul, which then
+# does not use the library. It becomes a slow loop, which sums in bfloat16 if the result
+# is bfloat16 (since jaxlib 0.11), or fails: a float32 result is then not implemented
+# (0.10). So the left operand is transposed and its layout constrained: XLA folds
+# nothing into that, at no cost (jaxlib 0.10.2 to 0.12.0.1, November 2026).
 
 DimensionNumbers = tuple[
     tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]
@@ -56,15 +55,15 @@ def multiply_in_order(
     *,
     says_layout: bool,
 ) -> jax.Array:
-    """The float32 product of two bfloat16 operands, in the form for CPUs.
+    """Returns the float32 matmul of two bfloat16 operands, in the form for CPUs.
 
     Args:
         left: The left operand.
         right: The right operand.
-        dimension_numbers: As of `jax.lax.dot_general`, like what follows.
-        precision: How exactly to multiply.
-        out_sharding: Where the result lies.
-        says_layout: Whether the layout of operands may be said.
+        dimension_numbers: As of `jax.lax.dot_general`, like the next two.
+        precision: The precision of the matmul.
+        out_sharding: The sharding of the result.
+        says_layout: Whether layouts of operands can be constrained.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     pairs = sorted(zip(lc, rc, strict=True))
@@ -87,29 +86,29 @@ def multiply_in_order(
 
 
 def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
-    """The array, of which XLA folds no transpose into the product that reads it."""
+    """Returns the array, protected from folding its transpose into a matmul."""
     if says_layout:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    # A barrier may cost a pass; one of bfloat16 would be one of float32.
+    # A barrier may cost a pass; a barrier of bfloat16 would be a pass of float32.
     bits = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-# ----------------------------------------------------------------------------
-# Convolutions of bfloat16 as products, where a CPU computes these faster.
+# --- Convolutions as matmuls, where a CPU computes these faster -----------------------
 #
-# XLA's CPU compiler has no units for convolutions, but for products. A convolution is a
-# sum of products, one for each place of its window:
+# XLA's CPU compiler has fast units for matmuls, but not for convolutions. A convolution
+# is a sum of matmuls, one for each position of its window:
 #
 # y[b, o, n] = sum over k, c of x[b, o * stride + k * dilation, c] * w[k, c, n]
 #
-# or one product for each place of its result, which are few in the gradient of a
-# weight; or a single one, where windows touch and do not overlap. Which forms win was
+# or one matmul for each position of its result, of which a weight's gradient has few;
+# or a single one, if windows touch and do not overlap. Which forms are faster was
 # measured: benchmarks/NOTES.md, "Convolutions on a CPU".
 
 Multiply = Callable[[Array, Array, DimensionNumbers], Array]
 
-# The most products that a convolution becomes, and how many numbers they must sum.
+# The most matmuls that a convolution may become, and their least sizes.
+# unsure: six shapes on one shared Xeon; the limits are between them (64 lost, 256 won)
 _MOST_PRODUCTS = 9
 _LEAST_FEATURES = 128  # of a window that overlaps the next
 _LEAST_SIDE = 64  # of a weight's gradient
@@ -117,14 +116,14 @@ _LEAST_SUM = 16
 
 
 class _Form(NamedTuple):
-    """A convolution whose axes are in order.
+    """A convolution with its axes in order.
 
     Attributes:
-        x: The input, `[batch, *places, channels]`, padded.
+        x: The padded input, `[batch, *places, channels]`.
         w: The window, `[*places, channels, features]`.
-        strides: Of the window, for each dimension.
-        holes: In the window: its dilation.
-        places: How many the result has, for each dimension.
+        strides: The window's strides, one per dimension.
+        holes: The window's dilation, one per dimension.
+        places: The spatial shape of the result.
     """
 
     x: Array
@@ -135,7 +134,7 @@ class _Form(NamedTuple):
 
     @property
     def window(self) -> tuple[int, ...]:
-        """How many places the window has, for each dimension."""
+        """The spatial shape of the window."""
         return self.w.shape[:-2]
 
 
@@ -152,19 +151,19 @@ def convolve_to_float32(
     batch_group_count: int,
     multiply: Multiply,
 ) -> Array | None:
-    """A convolution of bfloat16 as products with float32 results.
+    """Computes a bfloat16 convolution as matmuls with float32 results.
 
     Args:
         x: The input.
         w: The window.
-        window_strides: The others are as of `jax.lax.conv_general_dilated`.
-        padding: Of the input, what is given.
-        lhs_dilation: Holes in the input.
-        rhs_dilation: Holes in the window.
-        dimension_numbers: Which axis is which.
-        feature_group_count: Groups.
+        window_strides: As of `jax.lax.conv_general_dilated`, like the next six.
+        padding: Low and high padding of each dimension of the input.
+        lhs_dilation: Dilation of the input.
+        rhs_dilation: Dilation of the window.
+        dimension_numbers: The order of axes.
+        feature_group_count: Groups of features.
         batch_group_count: Groups of the batch.
-        multiply: What multiplies, given two operands and dimension numbers.
+        multiply: A function of two operands and dimension numbers.
 
     Returns:
         The result; None where a convolution is as fast, or not known to be slower.
@@ -177,7 +176,7 @@ def convolve_to_float32(
     x = x.transpose(batch, *places, channels)
     w = w.transpose(*window, inputs, features)
     sizes = (*x.shape, *w.shape)
-    # A size may be a symbol, in a program that is exported.
+    # A size may be symbolic, in an exported program.
     if 0 in sizes or not all(isinstance(size, int) for size in sizes):
         return None
     padded = [
@@ -205,11 +204,11 @@ def _scattered(
     strides: Sequence[int],
     multiply: Multiply,
 ) -> Array | None:
-    """A convolution whose input has holes, each place multiplied before it is moved.
+    """Convolves a dilated input: multiplies each input position, then moves results.
 
-    It is the gradient of an input, of windows of one place, or of windows that touch:
-    there are as many holes as places of the window, so each place of the result is the
-    product of one place of the input and one of the window.
+    This is the gradient of an input for windows of one position, or for windows that
+    touch: the dilation equals the window, so each position of the result is the product
+    of one position of the input and one of the window.
     """
     window = w.shape[:-2]
     if set(window) == {1} == set(strides) and w.shape[-2] >= _LEAST_SUM:
@@ -225,7 +224,7 @@ def _scattered(
     y = y.transpose(0, *pairs, y.ndim - 1)
     sizes = [n * k for n, k in zip(x.shape[1:-1], window, strict=True)]
     y = y.reshape(x.shape[0], *sizes, w.shape[-1])
-    # With no padding at all the first place sees the last of the window.
+    # Without padding, the first position is multiplied by the last one of the window.
     ends = [
         (low - (k - 1), high - (k - 1), 0)
         for (low, high, _), k in zip(padded, window, strict=True)
@@ -270,7 +269,7 @@ def _gathered(
 
 
 def _of_patches(form: _Form, multiply: Multiply) -> Array:
-    """Windows that touch: their places are an axis each."""
+    """Convolves by touching windows: each window dimension becomes an axis."""
     x, count = form.x, len(form.window)
     ends = [n * k for n, k in zip(form.places, form.window, strict=True)]
     x = x[(slice(None), *(slice(end) for end in ends))]
@@ -282,7 +281,7 @@ def _of_patches(form: _Form, multiply: Multiply) -> Array:
 
 
 def _of_places_apart(form: _Form, multiply: Multiply) -> Array:
-    """The gradient of the weight of such windows: holes as wide as the result."""
+    """Returns such windows' weight gradient: dilation equals the result's shape."""
     x, count = form.x, len(form.window)
     ends = [n * k for n, k in zip(form.holes, form.window, strict=True)]
     short = [
@@ -298,7 +297,7 @@ def _of_places_apart(form: _Form, multiply: Multiply) -> Array:
 
 
 def _by_window(form: _Form, multiply: Multiply) -> Array:
-    """One product for each place of the window."""
+    """Adds one matmul for each position of the window."""
     total: Any = 0
     for place in itertools.product(*map(range, form.window)):
         firsts = [i * d for i, d in zip(place, form.holes, strict=True)]
@@ -308,7 +307,7 @@ def _by_window(form: _Form, multiply: Multiply) -> Array:
 
 
 def _by_place(form: _Form, multiply: Multiply) -> Array:
-    """One product for each place of the result."""
+    """Stacks one matmul for each position of the result."""
     window = form.window
     numbers = tuple(range(1, form.x.ndim)), tuple(range(form.w.ndim - 1))
     results = []
@@ -331,17 +330,17 @@ def _sliced(
 
 
 def _over_channels(multiply: Multiply, x: Array, w: Array, inputs: int = 0) -> Array:
-    """A product over the channels, which are the last axis of `x`."""
+    """Multiplies over the channels, the last axis of `x`."""
     return multiply(x, w, (((x.ndim - 1,), (inputs,)), ((), ())))
 
 
-# ----------------------------------------------------------------------------
+# --- Replacing JAX's matmuls and convolutions -----------------------------------------
 
 _BFLOAT16, _FLOAT32 = np.dtype("bfloat16"), np.dtype("float32")
 
 
 def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
-    """The equation of a product, or one that a CPU computes in the form for it."""
+    """Returns a matmul's equation, in the form for CPUs if it is of bfloat16."""
     twin = _TWINS.get(equation.primitive)
     is_taken = twin is not None and all(x.dtype == _BFLOAT16 for x in arrays)
     return equation.replace(primitive=twin) if is_taken else equation
@@ -350,14 +349,9 @@ def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
 def multiply_to_float32(
     left: AnyArray, right: AnyArray, dimension_numbers: DimensionNumbers
 ) -> Array:
-    """The float32 product of two bfloat16 operands, in the form for CPUs.
+    """Returns the float32 matmul of two bfloat16 operands, in the form for CPUs.
 
-    It is not to be differentiated.
-
-    Args:
-        left: The left operand.
-        right: The right operand.
-        dimension_numbers: Those of `jax.lax.dot_general`.
+    Dimension numbers are as of `jax.lax.dot_general`. It must not be differentiated.
     """
 
     def product(left: AnyArray, right: AnyArray) -> Array:
@@ -378,7 +372,7 @@ def _dot_general(says_layout: bool, left: Array, right: Array, **params: Any) ->
 
 def _convolution(says_layout: bool, left: Array, right: Array, **params: Any) -> Array:
     wide = None
-    # Since some version of JAX it may be said where the result lies.
+    # Newer versions of JAX have a parameter for the sharding of the result.
     if _is_taken(left, right, params) and params.get("out_sharding") is None:
         others = ("preferred_element_type", "out_sharding", "precision")
         rest = {name: value for name, value in params.items() if name not in others}
@@ -392,9 +386,9 @@ def _convolution(says_layout: bool, left: Array, right: Array, **params: Any) ->
 
 
 def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
-    """Whether a product is of bfloat16, and no algorithm for it is asked for.
+    """Returns whether a matmul is of bfloat16, without a requested algorithm.
 
-    A program that was emitted is one like others: it may be rewritten in another dtype.
+    An emitted program may be rewritten in another dtype, as any program.
     """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
     is_half = left.dtype == right.dtype == _BFLOAT16
@@ -402,16 +396,16 @@ def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
     return is_half and is_known and not isinstance(params["precision"], algorithms)
 
 
-# --- Primitives that are others everywhere but on a CPU -------------------------------
+# --- Primitives that differ from JAX's on CPUs only -----------------------------------
 
 
 def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
-    """A primitive that differs from another one by its lowering for CPUs.
+    """Creates a primitive that differs from another one in its lowering for CPUs.
 
     Args:
         original: The other one: bilinear, with one result.
-        on_cpu: What a CPU computes, given whether layouts may be said, and all operands
-            and parameters.
+        on_cpu: Computes the result on a CPU, given whether layouts can be constrained,
+            and all operands and parameters.
     """
     twin = Primitive(original.name)
     twin.def_effectful_abstract_eval(original.abstract_eval)
@@ -465,7 +459,7 @@ def _transposed(
     aval: Any,
     params: dict[str, Any],
 ) -> Array:
-    """The cotangent of an operand, from that of the product and the other operand."""
+    """Returns an operand's cotangent, from the result's and the other operand."""
     if original is dot_general_p and position == 1:
         numbers = params["dimension_numbers"]
         return _cotangent_of_right(twin, g, other, aval, numbers, params["precision"])
@@ -483,7 +477,7 @@ def _transposed(
 def _replayed(
     twin: Primitive, original: Primitive, rule: Callable[..., Array], *operands: Array
 ) -> Array:
-    """What a rule binds, each product of JAX's as its twin."""
+    """Evaluates a rule, replacing each of JAX's primitives in it by its twin."""
 
     def bind(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         if equation.primitive is original:
@@ -502,15 +496,15 @@ def _cotangent_of_right(
     numbers: DimensionNumbers,
     precision: Any,
 ) -> Array:
-    """The cotangent of the right operand, as `left` by `g`.
+    """Returns the cotangent of the right operand, as `left` by `g`.
 
-    JAX multiplies `g` by the left operand and transposes the result. Of a weight that
-    would be a pass of its own, for the rounding stands between it and the product.
+    JAX multiplies `g` by the left operand and transposes the result. For a weight that
+    would be a separate pass, because a rounding is between it and the matmul.
     """
     (lc, rc), (lb, rb) = numbers
     kept = [i for i in range(left.ndim) if i not in (*lc, *lb)]
     of_g = range(len(lb), len(lb) + len(kept))
-    # What comes out is batch axes, contracted ones in the order of `left`, kept ones.
+    # The result has batch axes, contracted axes in the order of `left`, and kept axes.
     contracted = [rc[i] for i in np.argsort(lc)]
     rest = [i for i in range(right.ndim) if i not in (*rc, *rb)]
     order = [*rb, *contracted, *rest]

@@ -1,8 +1,8 @@
-"""Which parts of an array a program reads, as of a stack of weights, layer by layer.
+"""Finds the parts of an array that a program reads, e.g. layers of stacked weights.
 
-A *part* is a box of the array, moved perhaps: sliced, split, transposed, reshaped. The
-gradients of parts that do not meet are never added to each other: what JAX adds up are
-arrays that are zero outside of their part.
+A *part* is a box of the array, possibly moved: sliced, split, transposed, reshaped. The
+gradients of disjoint parts are never really added to each other: JAX adds arrays that
+are zero outside their part.
 """
 
 import itertools
@@ -18,15 +18,14 @@ from .._base.typing import Atom, Shape
 from .equations import SubJaxpr, aval_of, program_of, sub_jaxprs
 from .primitives import properties
 
-# ----------------------------------------------------------------------------
-# Numbers that a program computes from what stands in it, such as places to cut at.
+# --- Integers that a program computes from its constants, such as slice positions -----
 
 
 class Numbers:
-    """The numbers of a program that depend on no input.
+    """The values in a program that depend on no input.
 
-    JAX counts a negative index from the end by `lt`, `add` and `select_n`, in a program
-    of its own for `jnp.take` and the like.
+    JAX wraps a negative index by `lt`, `add` and `select_n`, in a nested program for
+    `jnp.take` and similar functions.
     """
 
     def __init__(
@@ -35,17 +34,17 @@ class Numbers:
         operands: Sequence[Atom] = (),
         outside: "Numbers | None" = None,
     ) -> None:
-        """Looks into a program, which gets these operands from another one."""
+        """Reads a program, whose inputs are these operands of another program."""
         self._jaxpr, self._outside = jaxpr, outside
         self._operands = dict(zip(jaxpr.invars, operands, strict=False))
         self._makers: dict[Atom, JaxprEqn] | None = None
 
     def inside(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> "Numbers":
-        """Those of a program within, which gets these operands."""
+        """Returns the values of a nested program with these operands."""
         return Numbers(jaxpr, operands, self)
 
     def of(self, atom: Atom) -> np.ndarray | None:
-        """What an integer is; None if that is not known."""
+        """Returns the value of an integer; None if unknown."""
         if isinstance(atom, Literal):
             return np.asarray(atom.val)
         if self._outside is not None and atom in self._operands:
@@ -92,20 +91,19 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ----------------------------------------------------------------------------
+# --- Parts ----------------------------------------------------------------------------
 
-# For each axis of an array, where a part begins and ends.
+# The begin and end of a part along each axis of the array.
 Box = tuple[tuple[int, int], ...]
 
 
 class Part(NamedTuple):
-    """What a value holds of an array.
+    """The box of an array that a value consists of.
 
     Attributes:
         number: Which array.
         box: The part of it.
-        axes: For each axis of the value, the axis of the array along which it goes
-            through the box; None if that is not known.
+        axes: For each axis of the value, its axis in the box; None if unknown.
     """
 
     number: int
@@ -113,7 +111,7 @@ class Part(NamedTuple):
     axes: tuple[int | None, ...]
 
     def cut(self, starts: Sequence[int], shape: Sequence[int]) -> "Part":
-        """A slice of the value; what is not known of it is more than it is."""
+        """Returns a slice of the value; unknown axes keep their full extent."""
         box = list(self.box)
         for axis, start, size in zip(self.axes, starts, shape, strict=True):
             if axis is not None:
@@ -122,23 +120,23 @@ class Part(NamedTuple):
         return self._replace(box=tuple(box))
 
     def along(self, axes: Sequence[int | None]) -> "Part":
-        """The value with other axes, each one of those that it has or a new one."""
+        """Returns the value with other axes, each an old one or None for a new one."""
         return self._replace(
             axes=tuple(None if i is None else self.axes[i] for i in axes)
         )
 
 
 def boxes_read(jaxpr: Jaxpr, variables: Sequence[Var]) -> Sequence[Sequence[Box]]:
-    """The parts of inputs that a program reads.
+    """Finds the parts of inputs that a program reads.
 
     Args:
         jaxpr: The program.
         variables: Some of its inputs.
 
     Returns:
-        For each input a part for each operation that reads it. None at all if an
-        operation reads it in several turns of a loop, if it is a result of the program,
-        or if what is read cannot be told.
+        For each input one part for each operation that reads it. Empty if an operation
+        reads it in several iterations of a loop, if it is a result of the program, or
+        if the parts are unknown.
     """
     known: dict[Var, Part] = {}
     for number, variable in enumerate(variables):
@@ -151,7 +149,7 @@ def boxes_read(jaxpr: Jaxpr, variables: Sequence[Var]) -> Sequence[Sequence[Box]
 
 
 def are_apart(boxes: Sequence[Box]) -> bool:
-    """Whether no two of some parts of an array meet."""
+    """Returns whether the parts of an array are disjoint."""
     return not any(itertools.starmap(_meet, itertools.combinations(boxes, 2)))
 
 
@@ -161,22 +159,22 @@ def _meet(a: Box, b: Box) -> bool:
 
 
 def is_covered(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether parts that do not meet are all of an array."""
+    """Returns whether disjoint parts cover the whole array."""
     sizes = (math.prod(stop - start for start, stop in box) for box in boxes)
     return sum(sizes) == math.prod(shape)
 
 
 def is_read_once(jaxpr: Jaxpr, variable: Var) -> bool:
-    """Whether no number of an input is read by two operations, or in two turns."""
+    """Returns whether no element of an input is read by two ops or iterations."""
     (boxes,) = boxes_read(jaxpr, [variable])
     return bool(boxes) and are_apart(boxes)
 
 
 class _Reading:
-    """What is read of some arrays.
+    """Collects the parts of some arrays that are read.
 
     Attributes:
-        boxes: Of each array the parts that are read; none if that cannot be told.
+        boxes: The parts that are read of each array; empty if unknown.
     """
 
     def __init__(self, count: int) -> None:
@@ -184,12 +182,12 @@ class _Reading:
         self._unknown: set[int] = set()
 
     def note(self, part: Part) -> None:
-        """An operation reads a part."""
+        """Adds a part that an operation reads."""
         if part.number not in self._unknown:
             self.boxes[part.number].append(part.box)
 
     def give_up(self, parts: Iterable[Part | None]) -> None:
-        """Nobody can tell what is read of the arrays of these parts."""
+        """Marks the arrays of these parts: the parts read of them are unknown."""
         for part in parts:
             if part is not None:
                 self._unknown.add(part.number)
@@ -198,7 +196,7 @@ class _Reading:
     def read(
         self, jaxpr: Jaxpr, known: dict[Var, Part], numbers: Numbers
     ) -> list[Part | None]:
-        """What is read of these values; and what the results of the program hold."""
+        """Adds the parts that a program reads, and returns those in its results."""
         for equation in jaxpr.eqns:
             parts = [_part(known, atom) for atom in equation.invars]
             if any(part is not None for part in parts):
@@ -238,7 +236,7 @@ class _Reading:
         parts: Sequence[Part | None],
         numbers: Numbers,
     ) -> list[Part | None] | None:
-        """Of a program that runs once, on one device."""
+        """Reads a nested program that runs once, on one device."""
         sub, name = subs[0], equation.primitive.name
         is_one = len(subs) == 1 and sub.trips == 1 and name != "shard_map"
         if not is_one or None in sub.operands or None in sub.results:
@@ -254,7 +252,7 @@ class _Reading:
         return [found.get(i) for i in range(len(equation.outvars))]
 
     def _read_by_turns(self, equation: JaxprEqn, parts: Sequence[Part | None]) -> None:
-        """Of a scan, each turn of which reads a row of what is stacked."""
+        """Reads a scan, each iteration of which reads a slice of the scanned arrays."""
         first = sum(scan_counts(equation.params))
         (sub,) = sub_jaxprs(equation)
         for i, part in enumerate(parts):
@@ -270,7 +268,7 @@ def _part(known: Mapping[Var, Part], atom: Atom) -> Part | None:
     return None if isinstance(atom, Literal) else known.get(atom)
 
 
-# --- What moves an array, and where to ------------------------------------------------
+# --- Operations that move an array ----------------------------------------------------
 
 
 def _shape(equation: JaxprEqn) -> Shape:
@@ -286,7 +284,7 @@ def _sliced(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
     starts, stops = params["start_indices"], params["limit_indices"]
     sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
     cut = part.cut(starts, sizes)
-    # Every second number of what is cut here: others may lie between.
+    # A strided slice: the box contains elements that are not read.
     steps = params["strides"] or (1,) * len(sizes)
     places = (i if step == 1 else None for i, step in enumerate(steps))
     return [cut.along(list(places))]
@@ -316,7 +314,7 @@ def _unstacked(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
 
 
 def _pieces(part: Part, equation: JaxprEqn, sizes: list[int]) -> list[Part]:
-    """Pieces of these lengths, one after the other along the axis of an equation."""
+    """Cuts a value into pieces of these sizes along the axis of an equation."""
     shape, axis, found = list(_shape(equation)), equation.params["axis"], []
     for start, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
         starts = [start if i == axis else 0 for i in range(len(shape))]
@@ -330,7 +328,7 @@ def _squeezed(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
 
 
 def _reshaped(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
-    """Axes before and behind those that change stay as they are."""
+    """Keeps the axes before and after those that a reshape changes."""
     old, new = _shape(equation), aval_of(equation.outvars[0]).shape
     if equation.params.get("dimensions") is not None:
         return None
@@ -342,7 +340,7 @@ def _reshaped(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | 
 
 
 def _equal(a: Shape, b: Shape) -> int:
-    """How many first entries are equal."""
+    """Returns how many leading entries are equal."""
     pairs = zip(a, b, strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
@@ -367,7 +365,7 @@ def _broadcast(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] |
 
 
 def _gathered(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
-    """One slice, at a place that the program says: `jnp.take(x, 2, axis=0)`."""
+    """Returns one slice at a constant position: `jnp.take(x, 2, axis=0)`."""
     params, shape = equation.params, _shape(equation)
     how, sizes = params["dimension_numbers"], params["slice_sizes"]
     index = numbers.of(equation.invars[1])

@@ -1,11 +1,11 @@
 """Equations of a program, and the programs that they hold.
 
-A *program* is a jaxpr. An equation may hold programs of its own (`sub_jaxprs`): the
-body of a scan, the branches of a cond, a function under jit. Where each operand of the
-equation arrives in them, and how often they run, is said once, here.
+A *program* is a jaxpr. An equation may hold programs (`sub_jaxprs`): the body of a
+scan, the branches of a cond, a function under jit. This module defines once how the
+equation's operands map to their inputs, and how often they run.
 
-What is no program: the scalar combiners of reduce and scatter, and the kernels of
-Pallas, whose instructions work on references. An equation that holds one is a leaf.
+The scalar combiners of reduce and scatter are not programs, nor are Pallas kernels,
+whose instructions work on references. An equation that holds one is a leaf.
 """
 
 import dataclasses
@@ -27,40 +27,41 @@ from .._base.jax_compat import (
     shard_map_axes,
 )
 from .._base.typing import AnyArray, Atom, Aval, Program
-from .primitives import PrimitiveClass, properties
+from .primitives import Flops, PrimitiveClass, properties
 
 OTHERS = "for other platforms"
-"""The role of a branch for all platforms that have none of their own."""
+"""The role of a branch for all platforms without a separate one."""
 
+# unsure: in place of any unknown length; decisions by size may differ at the real one
 MANY = 4096
-"""What a dimension counts that only a call knows, such as that of an exported batch."""
+"""The assumed size of a symbolic dimension, such as that of an exported batch."""
 
 
 def lengths(shape: Iterable[object]) -> tuple[int, ...]:
-    """A shape in numbers.
+    """Returns a shape as integers.
 
-    A dimension without one (`jax.export.symbolic_shape`) is taken to be large: JAX
-    refuses to compare it.
+    A symbolic dimension (`jax.export.symbolic_shape`) counts as a large number, because
+    JAX refuses to compare it.
     """
     known = (int, np.integer)
     return tuple(int(n) if isinstance(n, known) else MANY for n in shape)
 
 
 def count(shape: Iterable[object]) -> int:
-    """How many numbers an array has, to compare it with others."""
+    """Returns the size of an array, to compare it with others."""
     return math.prod(lengths(shape))
 
 
 @dataclasses.dataclass(frozen=True)
 class SubJaxpr:
-    """A program that an equation holds, and how it is joined to the equation."""
+    """A program that an equation holds, and how it is connected to the equation."""
 
     jaxpr: Jaxpr
     consts: tuple[AnyArray, ...]
     role: str
-    """What it is to the equation, where that has several: `body`, `branch 1 of 3`."""
+    """Its role if the equation has several programs: `body`, `branch 1 of 3`."""
     trips: int | None
-    """How often it runs where the equation runs once; None if only a run can tell."""
+    """How often it runs for each run of the equation; None if unknown before a run."""
     operands: tuple[int | None, ...]
     """For each input, the operand of the equation that arrives there."""
     results: tuple[int | None, ...]
@@ -72,26 +73,26 @@ class SubJaxpr:
 
 
 def aval_of(atom: Atom) -> Aval:
-    """The type of an operand or a result: of an array, but for tokens and references.
+    """Returns the type of an operand or a result: an array, token or reference.
 
-    JAX's annotations know an abstract value without shape and dtype.
+    JAX annotates it as an abstract value, without shape and dtype.
     """
     aval: Any = atom.aval
     return aval
 
 
 def avals(atoms: Iterable[Atom]) -> list[Aval]:
-    """The types of operands or results."""
+    """Returns the types of operands or results."""
     return [aval_of(atom) for atom in atoms]
 
 
 def is_inexact(aval: Aval) -> bool:
-    """Whether values of a type are floating or complex numbers."""
+    """Returns whether values of a type are floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def program_of(equation: JaxprEqn) -> Program:
-    """The one program that an equation holds whose primitive names its parameter."""
+    """Returns the one program of an equation whose primitive names its parameter."""
     name, params = equation.primitive.name, equation.params
     if name == "composite":
         return params[composite_parameter(params)]
@@ -99,9 +100,9 @@ def program_of(equation: JaxprEqn) -> Program:
 
 
 def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
-    """Every equation of a program, and of those within it, in their order.
+    """Yields every equation of a program, including nested ones, in order.
 
-    One of a program that several equations hold comes several times.
+    An equation is repeated if several equations hold its program.
     """
     for equation in open_jaxpr(jaxpr).eqns:
         yield equation
@@ -110,8 +111,8 @@ def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
 
 
 def distinct_equations(jaxpr: Program) -> Iterator[JaxprEqn]:
-    """The same, once each: twelve layers may be one program, called twelve times."""
-    # Ids stay apart: the outermost program holds all those within it meanwhile.
+    """Yields each equation once: twelve layers may call one program twelve times."""
+    # Ids stay unique: the outermost program keeps all nested programs alive.
     seen: set[int] = set()
 
     def inside(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -127,7 +128,7 @@ def distinct_equations(jaxpr: Program) -> Iterator[JaxprEqn]:
 
 
 def summed_numbers(equation: JaxprEqn) -> int:
-    """How many numbers each number of a product's result sums; 0 of no product."""
+    """Returns how many terms a matmul or convolution sums; 0 for other operations."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _count_at(equation.invars[0], params["dimension_numbers"][0][0])
@@ -137,7 +138,7 @@ def summed_numbers(equation: JaxprEqn) -> int:
     if name == "ragged_dot":
         return _count_at(equation.invars[0], (-1,))
     if name == "conv_general_dilated":
-        # The first two of the kernel's dimensions are output and input features.
+        # The first two entries are the kernel's output and input feature axes.
         _, *summed = params["dimension_numbers"].rhs_spec
         return _count_at(equation.invars[1], summed)
     return 0
@@ -148,26 +149,36 @@ def _count_at(atom: Atom, axes: Iterable[int]) -> int:
     return count(shape[axis] for axis in axes)
 
 
-def is_multiplication(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product or convolution that sums one number.
+def is_matmul(equation: JaxprEqn) -> bool:
+    """Returns whether it is a matmul, a convolution or attention in one kernel.
 
-    `jnp.einsum("bl,blp->blp", decay, x)`, `jnp.outer` and `Dense` of one feature are
-    multiplications that JAX writes as products.
+    Products of blocks with scales are among them, which autocast does not look into.
+    """
+    known = properties(equation.primitive.name)
+    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
+
+
+def is_multiplication(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is a matmul or convolution with sums of one term.
+
+    JAX writes `jnp.einsum("bl,blp->blp", decay, x)`, `jnp.outer` and `Dense` with one
+    feature as matmuls, but they are multiplications.
     """
     return summed_numbers(equation) == 1
 
 
-# So many gradients are summed in half precision: a norm feeds three products, and of
-# windows of 3 by 3, two apart, four overlap. A sum of eight equal ones is 2 % off.
+# Up to this many gradients are summed in half precision: a norm feeds three matmuls,
+# and four 3 by 3 windows at stride two overlap. A sum of eight equal ones is 2 % off.
+# unsure: 4 and 8 were compared, 5 to 7 were not
 FEW_USES = 4
 
 
 def only_picks(equation: JaxprEqn) -> bool:
-    """Whether each number of the result is one of an operand's, its negative, or zero.
+    """Returns whether each result element is an operand's, its negative, or zero.
 
-    Rounded before or after, it is the same. So is where its gradient goes, but in a
-    window with numbers that are equal once they are rounded: a pool of float32 would
-    have its operand kept in float32 (a ResNet for an H100: 13 % more of its memory).
+    So rounding before or after gives equal values. The gradient also goes to the same
+    element, except in a window with elements that are equal once rounded: a float32
+    pool would save its operand in float32 (a ResNet for an H100: 13 % more memory).
     """
     name, params = equation.primitive.name, equation.params
     if name in ("max", "min"):  # relu
@@ -180,10 +191,10 @@ def only_picks(equation: JaxprEqn) -> bool:
 
 
 def is_along_vmap(equation: JaxprEqn) -> bool:
-    """Whether a collective is along an axis of `jax.vmap`, which is on one device.
+    """Returns whether a collective is along an axis of `jax.vmap`, on one device.
 
-    Such an axis has its name inside of the `vmap`, and is a number in what that made.
-    One of a mesh is there as well where a sum is over both: then the rest is small.
+    Such an axis has a name inside the `vmap`, and is a number in the batched equation.
+    A sum over both also has an axis of a mesh: then the rest is small.
     """
     params = equation.params
     axes = params.get("axes", params.get("axis_name", ()))
@@ -195,7 +206,7 @@ _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
-    """The programs that an equation holds; none for an operation."""
+    """Returns the programs that an equation holds; none for an operation."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return (_scan_body(equation),)
@@ -211,8 +222,8 @@ def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     if known.program:
         found = [program_of(equation)]
     else:
-        # Of a primitive that the table does not know: its programs are found by their
-        # type, and how often they run stays open.
+        # For a primitive that is not in the table, find programs by their type. Their
+        # number of runs is unknown.
         found = [x for x in params.values() if isinstance(x, _PROGRAMS)]
     if not found:
         return ()
@@ -231,7 +242,7 @@ def _sub(jaxpr: Program, **joints: Any) -> SubJaxpr:
 
 
 def _joined(equation: JaxprEqn, jaxpr: Program, role: str) -> SubJaxpr:
-    """A program whose inputs and outputs are those of its equation, as far as known."""
+    """Connects a program to its equation, input by input where the counts match."""
     inner = open_jaxpr(jaxpr)
     n_in, n_out = len(inner.invars), len(inner.outvars)
     same_in = n_in == len(equation.invars)
@@ -240,7 +251,7 @@ def _joined(equation: JaxprEqn, jaxpr: Program, role: str) -> SubJaxpr:
         jaxpr,
         role=role,
         trips=1,
-        # None: nobody knows which operand arrives there, so each of them may.
+        # None: the operand is unknown, so it may be any of them.
         operands=tuple(range(n_in)) if same_in else (None,) * n_in,
         results=tuple(range(n_out)) if same_out else (None,) * n_out,
     )
@@ -277,15 +288,15 @@ def _while_programs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
         operands=(*range(n_cond), *carry),
         results=(None,),
     )
-    # In this order: the condition sees what the body has made of the carry, and whoever
-    # walks hands the facts of one program on to the next (`flow`).
+    # In this order: the condition reads the carry that the body returns, and walks pass
+    # the facts of one program on to the next (`flow`).
     return body, condition
 
 
 def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     branches = equation.params["branches"]
     roles = [f"branch {i} of {len(branches)}" for i in range(1, len(branches) + 1)]
-    # What `jax.lax.platform_dependent` makes; None is for all that are not named.
+    # Set by `jax.lax.platform_dependent`; None means all platforms not named.
     platforms = equation.params.get("branches_platforms")
     if platforms is not None:
         roles = [OTHERS if p is None else f"for {' or '.join(p)}" for p in platforms]
@@ -294,7 +305,7 @@ def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
             branch,
             role=role,
             trips=1,
-            # Operand 0 says which branch is taken.
+            # Operand 0 chooses the branch.
             operands=tuple(range(1, len(equation.invars))),
             results=tuple(range(len(equation.outvars))),
         )
@@ -303,7 +314,7 @@ def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
 
 
 def _solve(equation: JaxprEqn) -> SubJaxpr:
-    """Of the four programs of a linear solve, only the solver itself is run."""
+    """Returns the solver, the only one of a linear solve's four programs that runs."""
     lengths, jaxprs = (equation.params[key] for key in ("const_lengths", "jaxprs"))
     first = lengths.matvec + lengths.vecmat
     right_sides = range(sum(lengths), len(equation.invars))
@@ -317,10 +328,10 @@ def _solve(equation: JaxprEqn) -> SubJaxpr:
 
 
 def where_leading(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
-    """`new` where a condition of the leading axes holds, else `old`.
+    """Selects `new` where a condition on the leading axes is true, else `old`.
 
-    So a `while` keeps what ended, whose test is one for each example of a `vmap`: JAX's
-    primitive takes it, which `jax.lax.while_loop` does not (jax 0.10 to 0.12).
+    It freezes finished examples of a `while` whose condition is batched by `vmap`. The
+    primitive accepts that, `jax.lax.while_loop` does not (jax 0.10 to 0.12).
     """
     axes = range(condition.ndim)
     whole = jax.lax.broadcast_in_dim(condition, new.shape, axes)
@@ -328,10 +339,10 @@ def where_leading(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray
 
 
 def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyArray]]:
-    """A program that holds no arrays, and those that it is given first instead.
+    """Returns a program without constant arrays, and the arrays to pass first instead.
 
-    What a function closes over may be an array that JAX traces; a program that holds
-    one lasts no longer than the trace.
+    A constant may be a tracer, and a program that holds a tracer is valid only during
+    its trace.
     """
     if not closed.consts:
         return closed, ()
@@ -348,7 +359,7 @@ def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyA
 def checkpoint_params(
     params: dict[str, Any], program: ClosedJaxpr, before: int, after: int = 0
 ) -> dict[str, Any]:
-    """The parameters of a checkpoint of a program that has more operands.
+    """Returns the parameters of a checkpoint of a program with more operands.
 
     `prevent_cse` may be a tuple of one entry for each operand.
     """
@@ -363,10 +374,10 @@ def run_by(
     closed: ClosedJaxpr,
     arrays: Sequence[AnyArray],
 ) -> Callable[[Atom], Any]:
-    """Runs a program, each of its equations by a function of that and of its operands.
+    """Runs a program by a function of each equation and its operands.
 
     Returns:
-        What gives the value of a variable or literal of the program.
+        A function that returns the value of a variable or literal of the program.
     """
     values: dict[Atom, Any] = dict(zip(closed.jaxpr.invars, arrays, strict=True))
     values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -381,10 +392,10 @@ def run_by(
 
 
 def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
-    """For each result of a program whether it is zero, whatever the program is given.
+    """Returns for each result of a program whether it is always zero.
 
-    So come the derivatives that JAX knows to be zero when it has to make arrays of
-    them. One that is found to be nothing by computing is not known.
+    This detects derivatives that JAX knows to be zero but has to materialize. A zero
+    that arises by computing is not detected.
     """
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
@@ -396,7 +407,8 @@ def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
             return False
         known = properties(maker.primitive.name)
         is_same = known.kind is PrimitiveClass.CONVERT or (
-            # What reads a part may read beyond it, where other numbers are filled in.
+            # An operation that reads a part may read out of bounds, where it fills
+            # other values.
             known.moves and not known.reads_part and len(maker.invars) == 1
         )
         return is_same and is_zero(maker.invars[0])
@@ -405,8 +417,8 @@ def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
 
 
 def _devices(params: dict[str, Any]) -> int:
-    """Over how many devices a program is split by hand."""
-    # Of `xla_pmap`, which has no mesh.
+    """Returns the number of devices over which a `shard_map` splits its program."""
+    # `xla_pmap` has no mesh.
     if "axis_size" in params:
         return params["axis_size"]
     sizes = dict(params["mesh"].shape)

@@ -1,9 +1,9 @@
-"""Facts that travel through a program: forward from its inputs, or backward to them.
+"""Propagates facts through a program: forward from its inputs, or backward to them.
 
-A *fact* is what an analysis knows of a value. It travels along the equations, into the
-programs that an equation holds and out of them again, and through loops until it stays
-the same. An analysis of values is a `Flow` or a `BackwardFlow`. Those that count or
-search instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
+A *fact* is a property of a value. It is propagated along the equations, through the
+programs that an equation holds, and through loops until it no longer changes. An
+analysis of values is a `Flow` or a `BackwardFlow`. Analyses that count or search
+instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
 `_tools/_blame/`) walk the programs of an equation themselves, by `sub_jaxprs`.
 """
 
@@ -23,29 +23,29 @@ F = TypeVar("F")
 
 
 class Flow(abc.ABC, Generic[F]):
-    """Facts that travel with values. `join` must reach an end when applied again."""
+    """Facts of values. Repeated use of `join` must reach a fixed point."""
 
     @abc.abstractmethod
     def constant(self, value: object) -> F:
-        """The fact of a literal, or of an array that the program holds."""
+        """Returns the fact of a literal, or of a constant array of the program."""
 
     @abc.abstractmethod
     def transfer(self, equation: JaxprEqn, facts: Sequence[F]) -> Sequence[F]:
-        """The facts of the results of an operation, from those of its operands."""
+        """Maps the facts of an operation's operands to those of its results."""
 
     @abc.abstractmethod
     def join(self, a: F, b: F) -> F:
-        """The fact of a value that is one of two: of branches, or of iterations."""
+        """Returns the fact of a value that is one of two, by branch or iteration."""
 
     def leave(
         self, equation: JaxprEqn, role: str, operands: Sequence[F], results: Sequence[F]
     ) -> None:
-        """Sees what an equation was given, and what a program inside of it gave."""
+        """Receives the facts of an equation's operands and a program's results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where in a program with programs inside an equation stands."""
+    """The location of an equation in a program with nested programs."""
 
     scopes: tuple[ScopeEntry, ...] = ()
     frames: tuple[Frame, ...] = ()
@@ -59,7 +59,7 @@ class Location:
     """File and line of the function that the program around it was traced from."""
 
     def enter(self, equation: JaxprEqn, sub: SubJaxpr) -> "Location":
-        """The location of the equations of a program inside of an equation here."""
+        """Returns the location of the equations of a program in an equation here."""
         own = str(equation.params.get("name", ""))
         name = " ".join(filter(None, (equation.primitive.name, own, sub.role)))
         return Location(
@@ -72,16 +72,16 @@ class Location:
         )
 
     def frames_of(self, equation: JaxprEqn) -> tuple[Frame, ...]:
-        """The calls that led to an equation here, the outermost first."""
+        """Returns the calls that led to an equation here, the outermost first."""
         own = frames_within(equation, self.function)
-        # Those of a program inside of an equation begin where its tracing began.
+        # The frames of a nested program begin where its tracing began.
         known = own[: len(self.frames)] == self.frames
         return own if known else (*self.frames, *own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit(Generic[F]):
-    """One operation of a program, with all that holds it."""
+    """One operation of a program, with its location and facts."""
 
     equation: JaxprEqn
     place: Location
@@ -102,15 +102,15 @@ class Visit(Generic[F]):
 
 
 def walk(jaxpr: ClosedJaxpr, inputs: Sequence[F], flow: Flow[F]) -> Iterator[Visit[F]]:
-    """Visits every operation, in programs inside of programs too, in their order.
+    """Visits every operation, including those of nested programs, in order.
 
     Args:
         jaxpr: A closed jaxpr.
         inputs: The facts of its inputs.
-        flow: How facts travel.
+        flow: How facts are propagated.
 
     Yields:
-        The operations; an equation that holds programs is not one itself.
+        The operations, without the equations that hold programs.
     """
     visits, _ = _walk(open_jaxpr(jaxpr), jaxpr.consts, inputs, flow, Location())
     yield from visits
@@ -119,19 +119,13 @@ def walk(jaxpr: ClosedJaxpr, inputs: Sequence[F], flow: Flow[F]) -> Iterator[Vis
 def propagate(
     jaxpr: Jaxpr, consts: Sequence[object], inputs: Sequence[F], flow: Flow[F]
 ) -> list[F]:
-    """The facts of the results of a program, from those of its inputs."""
+    """Maps the facts of a program's inputs to those of its results."""
     _, results = _walk(jaxpr, consts, inputs, flow, None)
     return results
 
 
 def walk_inside(equation: JaxprEqn, operands: Sequence[F], flow: Flow[F]) -> None:
-    """Lets facts travel through the programs that one equation holds.
-
-    Args:
-        equation: The equation.
-        operands: The facts of its operands.
-        flow: How facts travel.
-    """
+    """Propagates facts of operands through the programs that one equation holds."""
     _walk_inside(equation, sub_jaxprs(equation), operands, flow, None)
 
 
@@ -142,7 +136,7 @@ def _walk(
     flow: Flow[F],
     place: Location | None,
 ) -> tuple[list[Visit[F]], list[F]]:
-    """The visits, none without a location to begin at, and the facts of the results."""
+    """Returns the visits (none without a location) and the facts of the results."""
     facts: dict[Var, F] = {
         variable: flow.constant(value)
         for variable, value in zip(jaxpr.constvars, consts, strict=True)
@@ -181,15 +175,15 @@ def _walk_inside(
         inner = None if place is None else place.enter(equation, sub)
         inputs = [_input_fact(flow, operands, i) for i in sub.operands]
         found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
-        # Ends because `join` only adds, and what nothing was added to stays equal. The
-        # visits of earlier rounds are dropped: what holds of the first iteration need
-        # not hold of later ones.
+        # Terminates because `join` only adds, and a fact without additions stays equal.
+        # The visits of earlier rounds are dropped: facts of the first iteration may not
+        # hold in later ones.
         while (merged := _next_iteration(flow, sub, inputs, outputs)) != inputs:
             inputs = merged
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
         visits += found
         flow.leave(equation, sub.role, operands, outputs)
-        # A loop may run no iteration, and its condition sees the carry of later ones.
+        # A loop may run no iteration, and its condition reads the carry of later ones.
         for output, where in sub.carried:
             outputs[output] = inputs[where]
             operand = sub.operands[where]
@@ -200,9 +194,9 @@ def _walk_inside(
                 before = results.get(number, output)
                 results[number] = flow.join(before, output)
     if len(results) < len(equation.outvars):
-        # Nothing inside says what these are: an operation like any other.
+        # No program determines these results: treat the equation as one operation.
         whole = flow.transfer(equation, operands)
-        # What a program inside says of a result wins.
+        # Facts from a nested program take precedence.
         results = dict(enumerate(whole)) | results
     return visits, [results[i] for i in range(len(equation.outvars))]
 
@@ -210,7 +204,7 @@ def _walk_inside(
 def _next_iteration(
     flow: Flow[F], sub: SubJaxpr, inputs: list[F], outputs: list[F]
 ) -> list[F]:
-    """The facts of the inputs when an iteration with these outputs was before."""
+    """Returns the facts of the inputs after an iteration with these outputs."""
     merged = list(inputs)
     for output, where in sub.carried:
         merged[where] = flow.join(inputs[where], outputs[output])
@@ -220,7 +214,7 @@ def _next_iteration(
 def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:
     if index is not None:
         return operands[index]
-    # It may be any of them, so all that is known is what holds of each.
+    # The operand is unknown, so only the join of all facts applies.
     fact = operands[0] if operands else flow.constant(None)
     for other in operands[1:]:
         fact = flow.join(fact, other)
@@ -231,30 +225,30 @@ def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:
 
 
 class BackwardFlow(abc.ABC, Generic[F]):
-    """Facts of values that come from their users: what they want, where they end.
+    """Facts of values that come from their users, such as where a value is needed.
 
-    They are flags, or sets: what two users say of a value is both.
+    They are flags or sets: the fact of a value with two users is their union.
     """
 
     nothing: F
-    """The fact of a value that nobody uses."""
+    """The fact of an unused value."""
 
     def join(self, a: F, b: F) -> F:
-        """The fact of a value with two users."""
+        """Returns the fact of a value with two users."""
         either: Any = a
         return either | b
 
     @abc.abstractmethod
     def transfer(self, equation: JaxprEqn, results: Sequence[F]) -> Sequence[F]:
-        """The facts of the operands of an operation, from those of its results."""
+        """Maps the facts of an operation's results to those of its operands."""
 
     def inside(self, sub: SubJaxpr, results: Sequence[F]) -> Sequence[F]:
-        """The facts of the inputs of a program within, from those of its results."""
+        """Maps the facts of a nested program's results to those of its inputs."""
         facts = backward(sub.jaxpr, results, self)
         return [facts.get(v, self.nothing) for v in sub.jaxpr.invars]
 
     def operands(self, equation: JaxprEqn, results: Sequence[F]) -> Sequence[F]:
-        """The facts of the operands of any equation."""
+        """Returns the facts of the operands of any equation."""
         subs = sub_jaxprs(equation)
         if not subs:
             return self.transfer(equation, results)
@@ -268,15 +262,9 @@ class BackwardFlow(abc.ABC, Generic[F]):
 
 
 def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[Var, F]:
-    """Lets facts travel from the results of a program to its inputs.
+    """Propagates facts from the results of a program to its inputs.
 
-    Args:
-        jaxpr: The program.
-        results: The facts of its results.
-        flow: How facts travel.
-
-    Returns:
-        For each variable that somebody uses.
+    Returns the fact of each variable that is used.
     """
     facts: dict[Var, F] = {}
 
@@ -287,8 +275,8 @@ def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[
 
     for atom, fact in zip(jaxpr.outvars, results, strict=True):
         add(atom, fact)
-    # All users of a result stand behind its equation: its fact is complete here, and
-    # each equation is asked once.
+    # All users of a result come after its equation, so its fact is complete here, and
+    # each equation is visited once.
     for equation in reversed(jaxpr.eqns):
         outputs = [facts.get(v, flow.nothing) for v in equation.outvars]
         found = flow.operands(equation, outputs)
@@ -300,15 +288,14 @@ def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[
 def results_within(
     sub: SubJaxpr, results: Sequence[F], flow: BackwardFlow[F]
 ) -> list[F]:
-    """The facts of the results of a program within, given those of its equation.
+    """Returns the facts of a nested program's results, given those of its equation.
 
-    What a loop carries is used as it is after the last iteration, and as the next
-    iteration uses it.
+    The carry of a loop is used after the last iteration and by the next iteration.
     """
     facts = [flow.nothing if i is None else results[i] for i in sub.results]
     while True:
-        # Ends because `join` only adds: each round begins with the facts of the last
-        # one.
+        # Terminates because `join` only adds: each round begins with the last one's
+        # facts.
         inputs = flow.inside(sub, facts) if sub.carried else ()
         before = list(facts)
         for output, where in sub.carried:

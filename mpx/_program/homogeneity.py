@@ -1,13 +1,14 @@
-r"""Whether a program is proportional to some of its inputs.
+r"""Decides whether a program is proportional to some of its inputs.
 
-A value is homogeneous of degree $d$ in them if it is multiplied by $c^d$ where they are
-multiplied by a number $c > 0$. What does not depend on them has degree 0, what is
-linear in them degree 1, a norm's square degree 2. A zero has every degree. Whether the
-program has only such values is read off its primitives.
+A value is homogeneous of degree $d$ in these inputs if it is multiplied by $c^d$ when
+they are multiplied by a number $c > 0$. A value that does not depend on them has degree
+0, a linear one degree 1, a norm's square degree 2. A zero has every degree. The
+primitives determine whether the program has only such values.
 
-What may turn an infinity into a finite number counts as not homogeneous: a test for
-infinities and NaN, the smaller of two numbers. So nothing that is proportional here
-hides an overflow. Kernels, which nobody sees into, are taken to be linear.
+An operation that may map an infinity to a finite number counts as not homogeneous: a
+test for infinities and NaN, the smaller of two numbers. So a program that is
+proportional here hides no overflow. Kernels cannot be inspected, and are assumed to be
+linear.
 """
 
 import enum
@@ -35,11 +36,11 @@ _FIXED, _LINEAR = Fraction(0), Fraction(1)
 
 
 def is_proportional(closed: ClosedJaxpr, count: int) -> bool:
-    """Whether all results of a program are proportional to its last inputs.
+    """Returns whether all results of a program are proportional to its last inputs.
 
     Args:
         closed: The program.
-        count: How many inputs that are.
+        count: The number of these inputs.
     """
     first = len(closed.jaxpr.invars) - count
     inputs: Sequence[_Degree] = [_FIXED] * first + [_LINEAR] * count
@@ -54,7 +55,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of one operand, whose degree the result has.
+# Of one operand, with a result of the operand's degree.
 _KEEPING = _names(
     """
     abs conj copysign cummax cummin cumsum fft imag neg real reduce_max reduce_min
@@ -62,7 +63,7 @@ _KEEPING = _names(
     select_and_gather_add select_and_scatter_add
     """
 )
-# Of numbers, each of which is, or is added to, a part of the result.
+# Of several operands, whose elements are copied into or added to the result.
 _JOINING = _names(
     """
     add add_any complex concatenate dynamic_update_slice pad scatter scatter-add
@@ -92,20 +93,20 @@ class _Degrees(Flow[_Degree]):
     """The degrees of the values of a program.
 
     Attributes:
-        branches_differ: Whether a branch or the length of a loop depends on the inputs
-            in a way that is not known.
+        branches_differ: Whether a branch or the length of a loop may depend on the
+            scale of the inputs.
     """
 
     def __init__(self) -> None:
         self.branches_differ = False
 
     def constant(self, value: object) -> _Degree:
-        """A constant does not depend on anything."""
+        """Returns degree 0, or zero."""
         is_known = isinstance(value, int | float | complex | np.ndarray | np.generic)
         return _ZERO if is_known and not np.any(value) else _FIXED
 
     def join(self, a: _Degree, b: _Degree) -> _Degree:
-        """The degree that both have."""
+        """Returns the common degree of two facts."""
         if a == b or b is _ZERO:
             return a
         return b if a is _ZERO else _OTHER
@@ -117,7 +118,7 @@ class _Degrees(Flow[_Degree]):
         operands: Sequence[_Degree],
         results: Sequence[_Degree],
     ) -> None:
-        """What chooses a branch, and what ends a loop, must not depend on a scale."""
+        """Notes whether branches and ends of loops may depend on the scale."""
         chooses = operands[:1] if equation.primitive.name == "cond" else ()
         ends = results if role == "condition" else ()
         self.branches_differ |= not all(map(_is_fixed, (*chooses, *ends)))
@@ -125,7 +126,7 @@ class _Degrees(Flow[_Degree]):
     def transfer(
         self, equation: JaxprEqn, facts: Sequence[_Degree]
     ) -> Sequence[_Degree]:
-        """What an operation makes of the degrees of its operands."""
+        """Maps the degrees of an operation's operands to those of its results."""
         name, results = equation.primitive.name, equation.outvars
         kind = properties(name).kind
         if _OTHER in facts:
@@ -152,7 +153,7 @@ class _Degrees(Flow[_Degree]):
 
     def _joined(self, equation: JaxprEqn, facts: Sequence[_Degree]) -> _Degree:
         pairs = list(zip(facts, equation.invars, strict=True))
-        if equation.primitive.name == "select_n":  # the first says which of the others
+        if equation.primitive.name == "select_n":  # the first operand selects
             if not _is_fixed(facts[0]):
                 return _OTHER
             del pairs[0]
@@ -167,7 +168,7 @@ class _Degrees(Flow[_Degree]):
     def _of_elements(
         self, equation: JaxprEqn, facts: Sequence[_Degree]
     ) -> _Degree | None:
-        """Of a function of single numbers; None if it is not known as one."""
+        """Returns the degree of an elementwise function; None if unknown."""
         name, params = equation.primitive.name, equation.params
         if name == "convert_element_type":
             is_number = is_inexact(aval_of(equation.outvars[0]))
@@ -184,14 +185,14 @@ class _Degrees(Flow[_Degree]):
         if name in _POWERS or name == "integer_pow":
             power = _POWERS.get(name) or Fraction(params.get("y", 0))
             return _number(facts[0]) * power
-        # With zero, every degree will do: it asks for the sign.
+        # Compared with zero, any degree is fine: the comparison tests the sign.
         if name in ("max", "min") and _is_zero(facts):
             return next(x for x in facts if x is not _ZERO)
         return _FIXED if name in _COMPARING and _is_zero(facts) else None
 
 
 def _of_any(equation: JaxprEqn, facts: Sequence[_Degree]) -> list[_Degree]:
-    """Of an operation of which nothing else is known."""
+    """Returns the degrees of any other operation's results."""
     if all(map(_is_fixed, facts)):
         return [_FIXED] * len(equation.outvars)
     name = equation.primitive.name

@@ -1,18 +1,20 @@
-"""Islands: what stands between two products and is cheap to compute again.
+"""Finds islands: parts of a program between matmuls that are cheap to recompute.
 
-An *island* is a connected part of a program in which nothing is expensive: softmax, a
-norm, gelu, dropout's scaling, a loss, however they are spelled. Autodiff keeps what is
-computed inside of it, in float32. Computed again from what goes in, mostly the half
-precision result of a product, it costs a few operations and no memory.
+An *island* (a recomputed region) is a connected part of a program without expensive
+operations: softmax, a norm, gelu, dropout's scaling, a loss, however they are written.
+Autodiff saves its intermediate values, in float32. Recomputing them from the island's
+inputs, mostly the half-precision result of a matmul, costs a few operations and no
+memory.
 
-An island ends at whatever is not cheap (products, loops, random bits, gathers, sums
-over devices), at residual additions, since the stream is kept anyway, and at names
-(`jax.ad_checkpoint.checkpoint_name`), which are for the user's own policies.
+An island ends at every operation that is not cheap (matmuls, loops, random bits,
+gathers, sums over devices), at residual additions, since the stream is saved anyway,
+and at names (`jax.ad_checkpoint.checkpoint_name`), which are for the user's own
+policies.
 
-So that an island can run as a whole, no path may leave it and come back. Hence
-equations are joined only at the same *level*, the largest number of ends on a way that
-leads to them. Effects, which happen one after the other, are ends on one long way.
-And an island runs on one mesh and kind of device: where those change, it ends, too.
+An island runs as a whole, so no path may leave it and come back. Hence equations are
+joined only at the same *level*: the largest number of ends on any path to them. Effects
+run in order, so they are ends on one long path. An island runs on one mesh and kind of
+device, and ends where those change.
 """
 
 import collections
@@ -46,8 +48,8 @@ class Island(NamedTuple):
 
     Attributes:
         equations: Its equations, in the order of the program.
-        inputs: What it needs from outside.
-        outputs: What others need of it.
+        inputs: The variables that it reads from outside.
+        outputs: Its variables that are read outside.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -56,9 +58,9 @@ class Island(NamedTuple):
 
 
 def is_cheap(equation: JaxprEqn, with_lookups: bool = False) -> bool:
-    """Whether an equation costs little more than to read what it needs.
+    """Returns whether an equation costs little more than reading its operands.
 
-    A lookup does, too, but an embedding is no part of what comes after it.
+    With `with_lookups` gathers count, too; an embedding is part of no later island.
     """
     name = equation.primitive.name
     known = properties(name)
@@ -75,7 +77,7 @@ def is_cheap(equation: JaxprEqn, with_lookups: bool = False) -> bool:
 
 
 def _makes_data(equation: JaxprEqn) -> bool:
-    """Whether what an equation makes of weights and constants is data.
+    """Returns whether an equation makes data from weights and constants.
 
     The batch may be a constant that the function closes over.
     """
@@ -88,7 +90,7 @@ def _makes_data(equation: JaxprEqn) -> bool:
 
 
 def _is_placed(params: dict[str, Any]) -> bool:
-    """Whether a jit says where its operands are, or that they may be overwritten."""
+    """Returns whether a jit has shardings or donated arguments."""
     places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     is_placed = any(isinstance(place, jax.sharding.Sharding) for place in places)
     return is_placed or any(params.get("donated_invars", ()))
@@ -101,13 +103,13 @@ def parts(
 
     Args:
         jaxpr: The program.
-        fixed: The inputs that are weights. What is computed from weights and constants
-            alone, without products, is part of no island.
+        fixed: The inputs that are weights. Values computed from weights and constants
+            alone, without matmuls, are part of no island.
         may_join: Whether an equation may be part of an island, if it is cheap.
 
     Returns:
-        Islands and equations, each after those that it needs; the equations as they
-        are, if there is no such order.
+        Islands and equations, each after its dependencies; the equations unchanged if
+        there is no such order.
     """
     groups, copied = _groups(jaxpr, {*fixed, *jaxpr.constvars}, may_join)
     if all(isinstance(group, int) for group in groups):
@@ -123,11 +125,11 @@ def _variables(equation: JaxprEqn) -> list[Var]:
 def _groups(
     jaxpr: Program, fixed: set[Var], may_join: Callable[[JaxprEqn], bool]
 ) -> tuple[list[int | list[int]], set[int]]:
-    """Positions of equations: alone, or together. And those that islands may copy."""
+    """Returns equations' positions, alone or grouped, and those to copy."""
     level: dict[Var, int] = {}
     home: dict[Var, Hashable] = {}  # where a variable is computed
-    island: dict[Var, int] = {}  # of what is made in one, the position where
-    islands: dict[int, list[int]] = {}  # for each position all in its island
+    island: dict[Var, int] = {}  # the position where an island's variable is made
+    islands: dict[int, list[int]] = {}  # all positions in the island of a position
     alone: list[int] = []
     copied: set[int] = set()
     effects = 0  # the level of the last one
@@ -135,9 +137,9 @@ def _groups(
     for position, equation in enumerate(jaxpr.eqns):
         inputs = _variables(equation)
         where = execution_key(equation)
-        # Invariant: a value's level is the largest number of barriers on a way to it.
-        # Equations of one level have no barrier between them, whatever way one takes,
-        # so none can leave an island and come back to it.
+        # Invariant: the level of a value is the largest number of barriers on a path to
+        # it. Equations of one level have no barrier between them on any path, so no
+        # path can leave an island and come back to it.
         here = max(
             (level.get(v, 0) + (home.get(v, where) != where) for v in inputs), default=0
         )
@@ -146,24 +148,24 @@ def _groups(
         if is_fixed:
             fixed.update(equation.outvars)
             if joins:
-                # A mask or a position of constants: made again in each island that
-                # needs it, it is no input that would be kept.
+                # A mask or positions from constants: each island that needs it computes
+                # it again, so it is not an input to save.
                 copied.add(position)
         if joins and not is_fixed:
             islands[position] = [position]
             for v in inputs:
-                # One of a lower level has a barrier on some way to here. Joined with
-                # it, the island would need what comes out of itself.
+                # A variable of a lower level has a barrier on some path to here. The
+                # joined island would depend on its own outputs.
                 if v in island and level[v] == here:
                     _merge(islands, island[v], position)
             island.update((v, position) for v in equation.outvars)
         else:
             if equation.effects:
-                # Prints and callbacks happen in their order: each is a barrier behind
-                # all before it.
+                # Prints and callbacks run in order: each is a barrier after everything
+                # before it.
                 here = effects = max(here, effects) + 1
-            # What comes from weights alone is no barrier: nothing of an island goes
-            # into it, so no way out of an island leads back through it.
+            # Values from weights alone are no barriers: they do not depend on an
+            # island, so no path out of an island leads back through them.
             elif not is_fixed:
                 here += 1
             alone.append(position)
@@ -174,7 +176,7 @@ def _groups(
 
 
 def _merge(islands: dict[int, list[int]], one: int, other: int) -> None:
-    """Makes the islands of two positions one: few change the list that they are in."""
+    """Merges the islands of two positions, moving the smaller into the larger."""
     small, large = sorted((islands[one], islands[other]), key=len)
     if small is not large:
         large += small
@@ -184,9 +186,9 @@ def _merge(islands: dict[int, list[int]], one: int, other: int) -> None:
 def _in_order(
     jaxpr: Program, groups: Sequence[int | list[int]], copied: Collection[int]
 ) -> list[JaxprEqn | Island] | None:
-    """Islands and equations, as near to the order of the program as can be.
+    """Orders islands and equations, as close to the program's order as possible.
 
-    None if a path leaves an island and comes back.
+    Returns None if a path leaves an island and comes back.
     """
     maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
     units = [[group] if isinstance(group, int) else group for group in groups]
@@ -199,20 +201,20 @@ def _in_order(
     used: set[Var] = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     needs: list[set[int]] = [set() for _ in units]
     roots = [unit_of[maker[v]] for v in used if v in maker]
-    # Nothing is dropped because nobody uses it (it may have an effect), but copies that
-    # all who need them have made for themselves.
+    # Drop no unused equation (it may have an effect), only copies that all their
+    # readers have made for themselves.
     roots += [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
     for n, positions in enumerate(whole):
         inputs = _inputs([jaxpr.eqns[i] for i in positions])
         used.update(inputs)
         needs[n].update(unit_of[maker[v]] for v in inputs if v in maker)
-    # What has effects stays in its order.
+    # Equations with effects stay in order.
     effects = (i for i, equation in enumerate(jaxpr.eqns) if equation.effects)
     for first, second in itertools.pairwise(effects):
         needs[unit_of[second]].add(unit_of[first])
     firsts = [positions[0] for positions in units]
     try:
-        # Copies that only islands use are made inside of them.
+        # Copies that only islands use are made inside them.
         needed = reachable(roots, needs.__getitem__)
         order = _sorted(firsts, {n: needs[n] for n in needed})
     except graphlib.CycleError:
@@ -221,7 +223,7 @@ def _in_order(
     for n in order:
         equations = tuple(jaxpr.eqns[i] for i in whole[n])
         if islands[n]:
-            # Not of copies: who needs those outside has them from the original.
+            # Not the copies: their readers outside use the original.
             made = (v for i in units[n] for v in jaxpr.eqns[i].outvars)
             outputs = tuple(v for v in made if v in used)
             found.append(Island(equations, tuple(_inputs(equations)), outputs))
@@ -236,7 +238,7 @@ def _with_copies(
     maker: Mapping[Var, int],
     copied: Collection[int],
 ) -> list[int]:
-    """An island's equations, and copies of what weights and constants become."""
+    """Returns an island's positions, with those of the copies that it needs."""
 
     def made_by_copies(position: int) -> list[int]:
         makers = (maker.get(v, -1) for v in _variables(jaxpr.eqns[position]))
@@ -246,17 +248,17 @@ def _with_copies(
 
 
 def _inputs(equations: Sequence[JaxprEqn]) -> list[Var]:
-    """What equations need and do not make, in the order of its first use."""
+    """Returns the inputs of some equations, in order of first use."""
     made = {v for equation in equations for v in equation.outvars}
     needed = dict.fromkeys(v for e in equations for v in _variables(e))
     return [v for v in needed if v not in made]
 
 
 def _sorted(firsts: Sequence[int], needs: Mapping[int, set[int]]) -> list[int]:
-    """Units, each after those that it needs.
+    """Returns the units, each after its dependencies.
 
-    Of what could come next, what stands first in the program: XLA's schedule begins
-    from this order, and what is computed early is kept for long.
+    Of several candidates the first in the program comes next: XLA's schedule begins
+    from this order, and values that are computed early are stored for long.
     """
     sorter = graphlib.TopologicalSorter(needs)
     sorter.prepare()
@@ -271,7 +273,7 @@ def _sorted(firsts: Sequence[int], needs: Mapping[int, set[int]]) -> list[int]:
 
 
 def reachable(roots: Iterable[T], needs: Callable[[T], Iterable[T]]) -> set[T]:
-    """Some things, what they need, and what that needs."""
+    """Returns the roots and everything that they need, directly or indirectly."""
     found = set(roots)
     waiting = list(found)
     while waiting:
@@ -281,17 +283,17 @@ def reachable(roots: Iterable[T], needs: Callable[[T], Iterable[T]]) -> set[T]:
     return found
 
 
-# ----------------------------------------------------------------------------
-# Residual streams: which additions add a branch to one.
+# --- Residual streams -----------------------------------------------------------------
 #
-# Islands end there, and a scan that carries such a sum carries the stream.
+# Finds the additions that add a branch to a stream. Islands end there, and a scan that
+# carries such a sum carries the stream.
 
 
 class Makers(NamedTuple):
-    """Where the values of a program come from, and how often they are read.
+    """The equations that make the values of a program, and their number of readers.
 
     Attributes:
-        equations: The equation that each variable comes from.
+        equations: The equation that makes each variable.
         readers: How many operands and results of the program each variable is.
     """
 
@@ -300,7 +302,7 @@ class Makers(NamedTuple):
 
 
 def makers_of(jaxpr: Jaxpr) -> Makers:
-    """Where the values of a program come from, and how often they are read."""
+    """Finds the equations that make values, and how often values are read."""
     read = [atom for equation in jaxpr.eqns for atom in equation.invars]
     variables = (a for a in (*read, *jaxpr.outvars) if not isinstance(a, Literal))
     made: dict[Atom, JaxprEqn] = {
@@ -309,15 +311,17 @@ def makers_of(jaxpr: Jaxpr) -> Makers:
     return Makers(made, collections.Counter(variables))
 
 
-# How far back to look for one operand of a sum among what made the other.
+# How many steps back to search for one operand of a sum in the history of the other.
+# unsure: enough for the models of the tests; a longer branch is not found as a residual
+# stream
 _ISLAND = 32
 
 
 def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> bool:
-    """Whether an equation of two computed values adds a branch to a stream.
+    """Returns whether an equation of two computed values adds a branch to a stream.
 
-    JAX's derivatives sum gradients by `add_any`. The gradients of one weight, which end
-    in float32, are no stream: a weight that is used many times needs a sum in float32.
+    JAX's derivatives sum gradients by `add_any`. The sum of one weight's gradients,
+    which ends in float32, is not a stream: a weight with many uses needs a float32 sum.
     """
     name = equation.primitive.name
     if name not in ("add", "add_any"):
@@ -335,33 +339,33 @@ def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> boo
 
 
 def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
-    """Whether an operand of a sum goes around something: it has other readers.
+    """Returns whether an operand of a sum skips a branch: it has other readers.
 
-    Not so in a sum of two products, as in a recurrent cell, in an associative scan, and
-    in a sum over the turns of a loop.
+    This does not apply to a sum of two matmuls, as in a recurrent cell, to an
+    associative scan, or to a sum over the iterations of a loop.
     """
     return any(_is_read_elsewhere(atom, makers) for atom in equation.invars)
 
 
 def is_sum_of_products(equation: JaxprEqn, makers: Makers) -> bool:
-    """Whether an equation adds two products, as the gates of a recurrent cell do."""
+    """Returns whether an equation adds two matmuls, as in a recurrent cell's gates."""
     return equation.primitive.name == "add" and all(
-        _is_product(atom, makers) for atom in equation.invars
+        _is_cast_matmul(atom, makers) for atom in equation.invars
     )
 
 
-def _is_product(atom: Atom, makers: Makers) -> bool:
-    """Whether a value is what a matrix product gave, turned perhaps."""
+def _is_cast_matmul(atom: Atom, makers: Makers) -> bool:
+    """Returns whether a value is the result of a matmul that sums, also rearranged."""
     maker = None if isinstance(atom, Literal) else makers.equations.get(atom)
     if maker is None:
         return False
     known = properties(maker.primitive.name)
     if known.rearranges:
-        return _is_product(maker.invars[0], makers)
+        return _is_cast_matmul(maker.invars[0], makers)
     if known.program:  # `jnp.einsum` is a jit
         inner = open_jaxpr(program_of(maker))
         result = inner.outvars[[v is atom for v in maker.outvars].index(True)]
-        return _is_product(result, makers_of(inner))
+        return _is_cast_matmul(result, makers_of(inner))
     return known.kind is PrimitiveClass.HALF and not is_multiplication(maker)
 
 
@@ -375,9 +379,9 @@ def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
 
 
 def looked_up(value: Atom, makers: Makers) -> Var | None:
-    """The rows of a table that a value is, moved perhaps; None if it is something else.
+    """Returns the looked-up table rows that a value consists of, possibly moved.
 
-    With them, the embeddings of tokens, a residual stream begins.
+    Returns None for other values. A residual stream begins with token embeddings.
     """
     while not isinstance(value, Literal) and (maker := makers.equations.get(value)):
         if maker.primitive.name == "gather":
@@ -389,7 +393,7 @@ def looked_up(value: Atom, makers: Makers) -> Var | None:
 
 
 def _is_gated(value: Atom, makers: Makers) -> bool:
-    """Whether a value is the product of two computed ones, number by number."""
+    """Returns whether a value is an elementwise product of two computed values."""
     maker = makers.equations.get(value)
     if maker is None or maker.primitive.name != "mul":
         return False
@@ -400,18 +404,18 @@ def _is_gated(value: Atom, makers: Makers) -> bool:
 
 
 def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
-    """Whether a value is made of another one by elementwise operations only."""
+    """Returns whether a value depends on a part by elementwise operations only."""
     return any(found is part for found, _ in _elementwise(value, makers))
 
 
 def is_made_of_product(value: Atom, makers: Makers) -> bool:
-    """Whether a value is made of a product by elementwise operations: bias, dropout."""
+    """Returns whether a value is a matmul plus elementwise ops: bias, dropout."""
     makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
-    return any(_is_product(maker.outvars[0], makers) for maker in makers_found)
+    return any(_is_cast_matmul(maker.outvars[0], makers) for maker in makers_found)
 
 
 def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn | None]]:
-    """What a value is made of number by number, and the equations that made that."""
+    """Yields a value's elementwise ancestors, with the equations that make them."""
     waiting, steps, size = [value], 0, count(aval_of(value).shape)
     while waiting and steps < _ISLAND:
         found, steps = waiting.pop(), steps + 1

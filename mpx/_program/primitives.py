@@ -1,13 +1,12 @@
-"""One record for each primitive: what several parts of mpx know of it.
+"""A table with one record for each primitive, shared by several parts of mpx.
 
-Without looking at operands: what is chosen for an equation given its operands is
-decided elsewhere. A module that treats one primitive in a special way names it itself.
-A name that stands in no group runs as it was written, in float32 where the program is
-in float32: what computes between products needs no word here. Equinox's primitives are
-here because mpx depends on Equinox.
+The records do not depend on operands: decisions that do are made elsewhere. A module
+that treats one primitive specially names it itself. A primitive that is not in the
+table runs as written, in float32 where the program is in float32, so operations between
+matmuls need no entry. Equinox's primitives are included because mpx depends on Equinox.
 
-Names and not primitive objects are the keys: most primitives are not public objects,
-and their names are what a jaxpr prints.
+The keys are names, not primitive objects: most primitives are not public objects, and a
+jaxpr prints their names.
 """
 
 import dataclasses
@@ -16,20 +15,20 @@ from typing import Any
 
 
 class PrimitiveClass(enum.Enum):
-    """What autocast does with a primitive by default."""
+    """How autocast handles a primitive by default."""
 
     HALF = "half"
-    """Computed in half precision: matrix products and convolutions."""
+    """Computed in half precision: matmuls and convolutions."""
     FULL = "full"
-    """Computed in float32: everything between products."""
+    """Computed in float32: everything between matmuls."""
     MOVE = "move"
-    """Moves or sends numbers, in the precision that they have."""
+    """Moves or communicates data in its present dtype."""
     CONVERT = "convert"
-    """A cast of the user's own, which is respected."""
+    """A cast by the user, which is respected."""
     RECURSE = "recurse"
-    """Holds a program, which is cast in turn."""
+    """Holds a program, which is cast, too."""
     OPAQUE = "opaque"
-    """Runs as it was written, in declared dtypes; so does what is in no group."""
+    """Runs as written, in declared dtypes, like primitives outside the table."""
 
 
 class Flops(enum.Enum):
@@ -37,7 +36,7 @@ class Flops(enum.Enum):
 
     UNKNOWN = enum.auto()
     ZERO = enum.auto()
-    """It moves, casts or makes numbers, or computes with integers."""
+    """It moves, casts or creates data, or computes with integers."""
     ELEMENTWISE = enum.auto()
     REDUCTION = enum.auto()
     PER_OPERAND_ELEMENT = enum.auto()
@@ -61,63 +60,62 @@ class Flops(enum.Enum):
 
 
 class Saves(enum.Enum):
-    """What JAX's derivative of a primitive keeps for the backward pass."""
+    """The values that JAX's derivative of a primitive saves for the backward pass."""
 
     NOTHING = enum.auto()
     OPERAND = enum.auto()
     RESULT = enum.auto()
     RESULT_AND_SLOPE = enum.auto()
-    """The result, and another array as large, which the slope is computed from."""
+    """The result, and another array as large, from which the slope is computed."""
     OTHERS = enum.auto()
     """For the derivative by one operand, the others."""
     CHOICE = enum.auto()
-    """A boolean for each number of the result: which operand it is."""
+    """A boolean for each element of the result: which operand it is."""
     PREDICATE = enum.auto()
     """Its first operand."""
     SAME = enum.auto()
-    """Nothing; and the result holds the operand's numbers, which need no bytes."""
+    """Nothing; and the result has the operand's data, which needs no bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Properties:
-    """What is known of a primitive.
+    """The record of a primitive.
 
     Attributes:
         kind: What autocast does with it.
-        is_quantizable: A product that recipes have a form for.
-        is_sparse: A product of a sparse matrix. JAX adds up what it gives in the dtype
-            of its operands, which for others is that of the units, float32.
+        is_quantizable: It is a matmul or convolution that recipes can quantize.
+        is_sparse: It multiplies a sparse matrix. JAX sums in the dtype of its operands,
+            where other matmuls sum in the tensor cores' float32.
         flops: How its operations are counted.
-        saves: What its derivative keeps.
-        moves: Its results hold numbers of its first operand and nothing else, or each
-            those of the operand in its place.
-        repeats: It moves, and its result may have more numbers than the operand.
-        rearranges: It moves, and its result has all numbers of the operand once.
-        gathers: It moves what lies in pieces on several devices, or together.
-        spreads: It says that what each device has already may differ between them.
-        sums: It adds up along named axes: of devices, or of `jax.vmap`.
-        joins: Its result holds numbers of several operands.
-        picks: Each number that it gives is one of its operands', or its negative, or
-            zero, and contributes once to its gradient: rounded before or after, it is
-            the same.
-        orders: It compares two numbers, and asks which one is larger.
+        saves: The values that its derivative saves.
+        moves: Each result consists of elements of the first operand only, or of the
+            operand at the same position.
+        repeats: It moves, and its result may be larger than the operand.
+        rearranges: It moves, and its result has every element of the operand once.
+        gathers: It moves data between sharded and replicated layouts.
+        spreads: It marks a replicated value as one that may differ between devices.
+        sums: It sums along named axes: of devices, or of `jax.vmap`.
+        joins: Its result has elements of several operands.
+        picks: Each result element is an operand's element, its negative, or zero, and
+            contributes once to its gradient: rounding before or after gives equal
+            values.
+        orders: It compares the order of two values.
         adds: It adds or subtracts two operands.
-        factors: It factors or inverts the matrix that is its first operand, and errors
-            of that grow by its condition number.
-        is_barrier: No region goes beyond it, though its class is a cheap one: it is
-            expensive, or not ours to repeat (names, shardings, collectives).
-        program: The parameter that holds the one program whose inputs are its
-            operands.
-        runs_once: The program that it holds runs once where it stands.
-        joins_regions: The program that it holds may be part of a region.
-        combines: The program that it holds is a scalar combiner, or a kernel whose
-            instructions work on references: an operation like others.
-        hides_a_program: It holds a program that is no jaxpr.
-        is_free: It neither reads nor writes: the same numbers under another shape,
-            name or mark.
-        reads_part: It reads of its operand what it gives.
-        writes_part: It writes of its operand what it changes.
-        is_access: Reads and writes the references of a Pallas kernel.
+        factors: It factors or inverts its first operand, a matrix, whose condition
+            number multiplies errors.
+        is_barrier: No island continues past it, though its class is cheap: it is
+            expensive, or must not be repeated (names, shardings, collectives).
+        program: The parameter with the one program whose inputs are its operands.
+        runs_once: Its program runs once, in place.
+        joins_regions: Its program may be part of an island.
+        combines: Its program is a scalar combiner, or a kernel whose instructions work
+            on references: the equation is one operation.
+        hides_a_program: It holds a program that is not a jaxpr.
+        is_free: It neither reads nor writes: the same data with another shape, name or
+            mark.
+        reads_part: It reads only the part of its operand that it returns.
+        writes_part: It writes only the part of its operand that it changes.
+        is_access: It reads and writes the references of a Pallas kernel.
     """
 
     kind: PrimitiveClass
@@ -149,7 +147,7 @@ class Properties:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it costs little more than to read its operands."""
+        """Whether it costs little more than reading its operands."""
         return self.kind in _CHEAP and not self.is_barrier
 
 
@@ -166,7 +164,7 @@ UNKNOWN = Properties(kind=PrimitiveClass.OPAQUE)
 
 
 def properties(name: str) -> Properties:
-    """What is known of the primitive of this name."""
+    """Returns the record of the primitive with this name."""
     return PRIMITIVES.get(name, UNKNOWN)
 
 
@@ -178,7 +176,7 @@ def _group(
     saves: Saves = Saves.NOTHING,
     program: str = "",
 ) -> None:
-    """Adds primitives of which the same is known; traits are what is true of them."""
+    """Adds primitives with one record; `traits` names its true attributes."""
     true: dict[str, Any] = dict.fromkeys(traits.split(), True)
     record = Properties(kind=kind, flops=flops, saves=saves, program=program, **true)
     for name in names.split():
@@ -187,7 +185,7 @@ def _group(
         PRIMITIVES[name] = record
 
 
-# --- Products, in half precision ------------------------------------------------------
+# --- Matmuls, in half precision -------------------------------------------------------
 
 _HALF = PrimitiveClass.HALF
 _group(
@@ -202,15 +200,14 @@ _group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
 _group("dot_product_attention", _HALF)
-# One that samples a product of dense ones, or gives a sparse matrix, is not here: it
-# runs as it was written.
+# Sampled dense matmuls, and those with a sparse result, run as written: not here.
 _group(
     "bcoo_dot_general bcsr_dot_general coo_matmat coo_matvec csr_matmat csr_matvec",
     _HALF,
     traits="is_sparse",
 )
 
-# --- Between products, in float32 -----------------------------------------------------
+# --- Between matmuls, in float32 ------------------------------------------------------
 
 _FULL = PrimitiveClass.FULL
 _group(
@@ -272,7 +269,7 @@ _group(
 )
 _group("select_and_gather_add", _FULL, Flops.WINDOW, "is_barrier combines")
 _group("select_and_scatter_add", _FULL, Flops.SELECT_AND_SCATTER, "is_barrier combines")
-# Integers, truth values, and numbers out of nothing.
+# Integers, booleans, and operations without floating-point operands.
 _group(
     """
     and clz not or population_count reduce_and reduce_or reduce_xor shift_left
@@ -306,7 +303,7 @@ _group(
 )
 _group("tile", _MOVE, Flops.ZERO, "moves repeats")
 _group("dynamic_slice slice", _MOVE, Flops.ZERO, "moves reads_part")
-# An embedding is no part of what comes after it.
+# An embedding is not part of the island after it.
 _group("gather", _MOVE, Flops.ZERO, "moves repeats is_barrier reads_part")
 _group("stop_gradient", _MOVE, Flops.ZERO, "moves is_free")
 _group("pvary", _MOVE, Flops.ZERO, "moves spreads is_free")
@@ -330,7 +327,7 @@ _group(
     Flops.ZERO,
     "moves is_barrier",
 )
-# Between devices, sums travel in the precision that their terms have.
+# Sums over devices are communicated in the dtype of their terms.
 _group(
     "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
     _MOVE,
@@ -378,7 +375,7 @@ _group("custom_vmap_call", _RECURSE, traits="runs_once", program="call")
 _group("remat_opt", _RECURSE, traits="runs_once", program="fwd_jaxpr")
 _group("cond scan while", _RECURSE)
 
-# --- What runs as it was written ------------------------------------------------------
+# --- Operations that run as written ---------------------------------------------------
 
 _OPAQUE = PrimitiveClass.OPAQUE
 _group(
@@ -386,13 +383,13 @@ _group(
     _OPAQUE,
     traits="runs_once",
 )
-# Equinox's, and a program that was exported: texts or closures.
+# Equinox's, and an exported program: strings or closures.
 _group("call_exported noinline", _OPAQUE, traits="hides_a_program")
 _group("pallas_call", _OPAQUE, Flops.PALLAS, "combines")
 _group("reduce", _OPAQUE, Flops.REDUCTION, "combines")
 _group("reduce_window", _OPAQUE, Flops.WINDOW, "combines")
 _group("select_and_scatter", _OPAQUE, Flops.SELECT_AND_SCATTER, "combines")
-# The user chose dtypes and scales of these himself: half in name, but not ours to cast.
+# The user chose their dtypes and scales: half precision by name, but not cast.
 _group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_bwd_wrapper", _OPAQUE, Flops.ATTENTION_BACKWARD)
 _group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)

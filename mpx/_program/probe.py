@@ -1,21 +1,22 @@
-"""A program with probes: it computes what it did, and what is asked of values inside.
+"""Runs a program with a probe, which records facts about the values inside.
 
-A *probe* sees every operation with its operands and results as they are computed, and
-may give *records*: arrays that come out beside the results of the program. It may also
-compute something else in the place of an operation. Records leave the programs that an
-equation holds as results do:
+A *probe* receives every operation with its operands and results as they are computed,
+and may return *records*: arrays that are returned beside the results of the program. It
+may also replace the computation of an operation. Records leave nested programs as
+results do:
 
-- of calls (`jit`, custom rules) as they are; of a checkpoint, too, which stays one;
-- of a scan stacked, along a new first axis, turn by turn;
-- of a conditional zeros, for the branches that are not taken;
-- of a `while` loop joined, turn by turn, beginning with zeros; or not at all; or as of
-  a scan, where the probe says how many turns it takes at most;
-- of `shard_map` stacked, along a new first axis, device by device.
+- of calls (`jit`, custom rules) unchanged; likewise of a checkpoint, which stays one;
+- of a scan stacked along a new first axis, one entry per iteration;
+- of a conditional as zeros for the branches that are not taken;
+- of a `while` loop joined over iterations, beginning with zeros; or dropped; or stacked
+  as of a scan, if the probe gives a maximum number of iterations;
+- of `shard_map` stacked along a new first axis, one entry per device.
 
-What a probe knows of values without running anything travels with them as a *tag*. In a
-loop it is as the turn begins: nothing is known of the turn before.
+A *tag* is a fact about a value that is known without running anything; it travels with
+the value. In a loop it is the tag at the start of an iteration, without facts from the
+iteration before.
 
-The program is to be run, not to be differentiated: rules of derivatives are left out.
+The program can be run but not differentiated: derivative rules are dropped.
 """
 
 import abc
@@ -53,35 +54,32 @@ from .equations import (
 from .flow import Location
 from .primitives import properties
 
-# ----------------------------------------------------------------------------
-# What a probe is: it is asked of the values of a program as they are computed.
-#
-# `probe.py` runs a program with one.
+# --- The interface of a probe ---------------------------------------------------------
 
 Records: TypeAlias = dict[Hashable, PyTree]
-"""Trees of arrays by a name that is the probe's own."""
+"""Trees of arrays by a key that the probe chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tagged:
-    """An array on its way through a program, and what a probe knows of it."""
+    """An array in a program, and the probe's tag of it."""
 
     array: AnyArray
     tag: Any
 
 
 class Probe(abc.ABC):
-    """What is asked of the values of a program. One probe serves one trace."""
+    """Observes the values of a program. One probe serves one trace."""
 
     @abc.abstractmethod
     def constant(self, array: object) -> object:
-        """The tag of a literal, or of an array that the program holds."""
+        """Returns the tag of a literal or of a constant array of the program."""
 
     @abc.abstractmethod
     def transfer(
         self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
     ) -> Sequence[object]:
-        """The tags of the results of an operation."""
+        """Returns the tags of the results of an operation."""
 
     @abc.abstractmethod
     def observe(
@@ -91,70 +89,70 @@ class Probe(abc.ABC):
         operands: Sequence[Tagged],
         results: Sequence[Tagged],
     ) -> Records:
-        """The records of an operation."""
+        """Returns the records of an operation."""
 
     def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-        """The results of an operation; those of its primitive unless overridden."""
+        """Computes the results of an operation, by default by its primitive."""
         return bind_equation(equation, *arrays)
 
     def turns(self, equation: JaxprEqn) -> int | None:
-        """At most how often a `while` loop turns, to stack its records; None: joins."""
+        """Returns the most iterations of a `while` loop, to stack; None to join."""
         return None
 
     def meet(self, values: Sequence[Tagged]) -> None:
-        """Is told what a program begins with, and what its equations give."""
+        """Receives the inputs and constants of a program, and results of equations."""
         del values
 
     def keep(self, records: Records, found: Records) -> None:
-        """Takes what an equation recorded to the records before it."""
+        """Adds the records of an equation to those before it."""
         records |= found
 
     def inside(self, *, is_apart: bool = False) -> contextlib.AbstractContextManager:
-        """Around a program within, whose arrays are not to be used outside.
+        """Returns a context for a nested program, whose arrays must not leave it.
 
         Args:
-            is_apart: Whether those of outside are not to be used in it, either.
+            is_apart: Whether arrays from outside must not be used in it, either.
         """
         del is_apart
         return contextlib.nullcontext()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> object:
-        """The tag in a turn of a loop of what it carries and begins with."""
+        """Returns the tag inside a loop of a carry with this initial tag."""
         return tag
 
     def cut(self, tag: Any) -> object:
-        """The tag of a part that a turn of a scan takes of what is stacked."""
+        """Returns the tag of one iteration's slice of a scanned array."""
         return tag
 
     def stacked(self, tag: Any) -> object:
-        """The tag of what the turns of a scan give, stacked."""
+        """Returns the tag of the stacked results of a scan."""
         return tag
 
     def stack(self, key: Hashable, axis: str) -> None:
-        """Is told that a record gets a new first axis: `turn` or `device`."""
+        """Notes that a record gets a new first axis: `turn` or `device`."""
         del key, axis
 
     def join(self, before: PyTree, now: PyTree) -> PyTree:
-        """Joins the records of two turns of a `while` loop; None leaves them out."""
+        """Joins the records of two iterations of a `while` loop; None drops them."""
         return None
 
     def chosen(self, tags: Sequence[Any]) -> object:
-        """The tag of a result of a conditional, of those that its branches give."""
+        """Returns the tag of a conditional's result, given those of its branches."""
         return tags[0]
 
     @contextlib.contextmanager
     def branches(self) -> Iterator[Callable[[], None]]:
-        """Around branches of which one is taken.
+        """Returns a context for the branches of a conditional.
 
         Yields:
-            What is called before each of them.
+            A function to call before each branch.
         """
         yield lambda: None
 
 
-# ----------------------------------------------------------------------------
+# --- Running a program with a probe ---------------------------------------------------
 
-# The results of an equation, and what was recorded in it.
+# The results of an equation, and its records.
 _Results: TypeAlias = tuple[list[Tagged], Records]
 
 
@@ -164,16 +162,9 @@ def probed(
     arrays: Sequence[AnyArray],
     tags: Sequence[object],
 ) -> tuple[list[AnyArray], Records]:
-    """Runs a program with a probe.
+    """Runs a program with a probe, given its inputs and the tag of each.
 
-    Args:
-        closed: The program.
-        probe: The probe.
-        arrays: The inputs of the program.
-        tags: For each of them its tag.
-
-    Returns:
-        The results of the program, and the records.
+    Returns the results of the program, and the records.
     """
     inputs = _tagged(arrays, tags)
     results, records = _run(closed, closed.consts, inputs, probe, Location())
@@ -224,9 +215,9 @@ def _operation(
 
 
 def is_seen_into(equation: JaxprEqn) -> bool:
-    """Whether a probe sees the operations of the programs that an equation holds.
+    """Returns whether a probe enters the programs that an equation holds.
 
-    What holds programs in a way that is not known here is an operation.
+    An equation with programs but no rule here is treated as one operation.
     """
     known = properties(equation.primitive.name)
     is_call = bool(known.program) and known.runs_once
@@ -236,7 +227,7 @@ def is_seen_into(equation: JaxprEqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """An equation that holds programs, where it stands, and what goes into it."""
+    """An equation that holds programs, with its location and operands."""
 
     equation: JaxprEqn
     subs: Sequence[SubJaxpr]
@@ -245,16 +236,16 @@ class _Held:
     place: Location
 
     def within(self, sub: SubJaxpr) -> Location:
-        """The place of a program that it holds."""
+        """Returns the location of one of its programs."""
         return self.place.enter(self.equation, sub)
 
     def traced(self, sub: SubJaxpr, inputs: Sequence[tuple[Aval, object]]) -> "_Traced":
-        """One of its programs, with type and tag of each of its inputs."""
+        """Traces one of its programs, given the type and tag of each input."""
         return _Traced(sub, inputs, self.probe, self.within(sub))
 
 
 def _called(held: _Held) -> _Results:
-    """A call, in the place where it stands; a jit keeps the shardings that it names."""
+    """Inlines a call; the shardings of a jit stay as constraints."""
     (sub,) = held.subs
     params, program = held.equation.params, program_of(held.equation)
     given = _constrained(held.operands, params.get("in_shardings"))
@@ -276,7 +267,7 @@ def _constrained(
 
 
 class _Traced:
-    """A program within an equation as one of its own, with its records as results."""
+    """A nested program that was traced by itself, with its records as results."""
 
     def __init__(
         self,
@@ -289,9 +280,9 @@ class _Traced:
 
         Args:
             sub: The program.
-            inputs: Type and tag of each of its inputs.
+            inputs: The type and tag of each input.
             probe: The probe.
-            place: What is around its equations.
+            place: The location of its equations.
         """
         avals, tags = zip(*inputs, strict=True) if inputs else ((), ())
         self.tags: list[object] = []
@@ -314,7 +305,7 @@ class _Traced:
         return self.divided(jaxpr_as_fun(self.closed)(*arrays))
 
     def divided(self, results: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
-        """The results of the program, and the records, of all that it gives."""
+        """Splits the results of the traced program into results and records."""
         count = len(self.tags)
         structure = jax.tree.structure(list(self.records.values()))
         found = jax.tree.unflatten(structure, results[count:])
@@ -326,7 +317,7 @@ def _typed(values: Sequence[Tagged]) -> list[tuple[Aval, object]]:
 
 
 def _in_checkpoint(held: _Held) -> _Results:
-    """A checkpoint stays one, so that nothing in it is merged with what was before."""
+    """Keeps a checkpoint, so that XLA merges nothing in it with code before it."""
     made = held.traced(held.subs[0], _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
     params = checkpoint_params(held.equation.params, jaxpr, len(constants))
@@ -341,7 +332,7 @@ def _tagged(arrays: Sequence[AnyArray], tags: Sequence[object]) -> list[Tagged]:
 
 
 def _in_scan(held: _Held) -> _Results:
-    """A scan: what is recorded is stacked."""
+    """Runs a scan; its records are stacked."""
     (sub,) = held.subs
     equation, operands, probe = held.equation, held.operands, held.probe
     n_consts, n_carry = scan_counts(equation.params)
@@ -372,7 +363,7 @@ def _in_scan(held: _Held) -> _Results:
 
 
 def _begun(values: Sequence[Tagged], avals: Sequence[Aval]) -> list[AnyArray]:
-    """What a loop begins with, as strongly typed as it declares."""
+    """Returns the initial carry, with the weak types that the loop declares."""
     return [
         x
         if getattr(jax.typeof(x), "weak_type", False) == getattr(a, "weak_type", False)
@@ -382,7 +373,7 @@ def _begun(values: Sequence[Tagged], avals: Sequence[Aval]) -> list[AnyArray]:
 
 
 def _in_while(held: _Held) -> _Results:
-    """A loop of unknown length: records are joined as it goes."""
+    """Runs a `while` loop; its records are joined, or stacked up to a maximum."""
     body_sub, test_sub = held.subs
     params, probe = held.equation.params, held.probe
     turns = probe.turns(held.equation)
@@ -429,7 +420,7 @@ def _with_joined_turns(
     probe: Probe, shapes: Records, begin: list[AnyArray], test: _Test, turn: _Turn
 ) -> tuple[list[AnyArray], Records]:
     zeros = {key: jax.tree.map(_zeros, x) for key, x in shapes.items()}
-    # Whether the probe joins turns at all, it is asked once, of zeros.
+    # Ask the probe once, with zeros, whether it joins iterations at all.
     kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
 
     def body(state: PyTree) -> tuple[list[AnyArray], list[PyTree]]:
@@ -470,7 +461,7 @@ def _zeros(x: AnyArray) -> AnyArray:
 
 
 def _in_branches(held: _Held) -> _Results:
-    """A conditional: each branch gives the records of all, zeros for the others."""
+    """Runs a conditional: each branch returns all records, zeros for the others'."""
     equation, inputs = held.equation, _typed(held.operands[1:])
     made: list[_Traced] = []
     with held.probe.branches() as begin:
@@ -478,7 +469,7 @@ def _in_branches(held: _Held) -> _Results:
             begin()
             made.append(held.traced(sub, inputs))
     records = {key: x for one in made for key, x in one.records.items()}
-    # What the probe itself uses from outside is given to all branches.
+    # Every branch receives the outer arrays that the probe uses in any of them.
     constants = [x for one in made for x in one.closed.consts]
     types = [*map(jax.typeof, constants), *(aval for aval, _ in inputs)]
     first = itertools.accumulate((len(one.closed.consts) for one in made), initial=0)
@@ -508,7 +499,7 @@ def _in_branches(held: _Held) -> _Results:
 
 
 def _on_devices(held: _Held) -> _Results:
-    """A program that runs once per device: what is recorded is stacked."""
+    """Runs a `shard_map`: the records of the devices are stacked."""
     (sub,) = held.subs
     params, probe, inner = held.equation.params, held.probe, held.within(sub)
     axes, tags = tuple(shard_map_axes(params)), [v.tag for v in held.operands]

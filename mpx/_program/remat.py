@@ -1,10 +1,13 @@
-"""A program whose backward pass computes it again, instead of keeping its values.
+"""Recomputes a program in the backward pass instead of saving its residuals.
 
-A program whose reductions are sums (a norm, an RMS) keeps them, and is held apart from
-its first computation by the barrier of `jax.checkpoint`, unless it sums over a batch.
-Every other one (softmax with its maximum, gelu, gates) keeps only what goes in, and
-sums over wide rows (`totals`), and is held apart by a factor of 1 that the compiler
-cannot see through, which cuts nothing.
+A program whose reductions are sums (a norm, an RMS) saves its sums. The barrier of
+`jax.checkpoint` separates the recomputation from the forward pass, unless the program
+sums over a batch. Every other program (softmax with its maximum, gelu, gates) saves
+only its inputs and its sums over wide rows, the *totals*. A factor of 1 that the
+compiler cannot simplify separates these two computations; it blocks no fusion.
+
+`kept_bytes` counts the residuals of an island without differentiating it, and
+`measured_bytes` counts them by differentiating.
 """
 
 import dataclasses
@@ -42,22 +45,23 @@ from .flow import Flow, propagate
 from .islands import is_cheap, reachable
 from .primitives import Saves, properties
 
-# ----------------------------------------------------------------------------
-# Sums over wide rows, which a second computation of a program is given.
+# --- Sums over wide rows --------------------------------------------------------------
 #
-# The sum of a softmax over a vocabulary is a number for each row, and the derivative
-# reads it. Computed again it is one more reader of the exponentials, and XLA writes
-# what several read where reading is cheap and computing is not: the cross entropy of a
-# Llama on a B200 wrote 1 GB of exponentials in float32 and moved 3.7 GB in place of 2.1
-# (jax 0.10.2, compiled for sm_100, November 2026).
+# The sum of a softmax over a vocabulary is one number per row, and the derivative reads
+# it. If it is computed again, it is one more reader of the exponentials. XLA writes
+# values with several readers to memory if they are cheap to read and expensive to
+# compute: the cross entropy of a Llama on a B200 wrote 1 GB of exponentials in float32
+# and moved 3.7 GB instead of 2.1 (jax 0.10.2, compiled for sm_100, November 2026).
 
-# Of the softmax of attention the compiler makes one kernel, with its derivative. A row
-# of this many numbers is none.
+# The compiler makes one kernel of attention's softmax and its derivative. Attention's
+# rows are shorter than this.
+# unsure: separates rows of attention from vocabularies by length; rows of long contexts
+# are longer
 _WIDE = 4096
 
 
 def _is_total(equation: JaxprEqn) -> bool:
-    """Whether an equation is a sum over wide rows."""
+    """Returns whether an equation is a sum over wide rows."""
     if equation.primitive.name != "reduce_sum":
         return False
     shape = aval_of(equation.invars[0]).shape
@@ -67,13 +71,12 @@ def _is_total(equation: JaxprEqn) -> bool:
 def evaluate_with_totals(
     closed: ClosedJaxpr, xs: Sequence[AnyArray], given: Sequence[AnyArray] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """The results of a program, and its sums over wide rows.
+    """Evaluates a program, and returns its results and its sums over wide rows.
 
     Args:
         closed: The program.
         xs: Its inputs.
-        given: These sums, if they are known. The derivative is that of the sum all the
-            same.
+        given: These sums, if known. The derivative is still that of the sum.
     """
     totals = [e.outvars[0] for e in closed.jaxpr.eqns if _is_total(e)]
     known = dict(zip(totals, given, strict=True)) if given else {}
@@ -90,7 +93,7 @@ def evaluate_with_totals(
 
 
 def _sum_known_as(equation: JaxprEqn, x: AnyArray, known: AnyArray) -> AnyArray:
-    """What a sum is known to be, with the derivative of the sum."""
+    """Returns the known value of a sum, with the derivative of the sum."""
 
     @jax.custom_jvp
     def total(x: AnyArray, known: AnyArray) -> AnyArray:
@@ -100,33 +103,32 @@ def _sum_known_as(equation: JaxprEqn, x: AnyArray, known: AnyArray) -> AnyArray:
     def _(
         primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]
     ) -> tuple[AnyArray, AnyArray]:
-        # Nothing is added for what is known: it moves as the sum does.
+        # `known` adds nothing to the tangent, which is that of the sum.
         (dot,) = bind_equation(equation, tangents[0])
         return total(*primals), dot
 
     return total(x, known)
 
 
-# ----------------------------------------------------------------------------
-# What autodiff keeps of an island, and what recomputing it needs.
+# --- Bytes of residuals ---------------------------------------------------------------
 #
-# Autodiff keeps for the backward pass what derivatives are multiplied with: both
-# factors of a product, what exp gave, what a sine was taken of. Which values those are
-# is known from the primitives, so it is counted here without differentiating, which
-# would take as long as everything else. The count is no exact one: JAX keeps a cube's
-# slope and not the number, and a function with a derivative rule of its own keeps what
-# it likes. `measured_bytes` differentiates.
+# Autodiff saves the factors of derivatives: both operands of a multiplication, the
+# result of exp, the operand of sin. The primitives determine which values these are, so
+# they are counted here without differentiating, which would take as long as everything
+# else. The count is not exact: JAX saves the slope of a cube and not its operand, and a
+# function with its own derivative rule may save anything. `measured_bytes`
+# differentiates.
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """A value: its bytes, and what it was made of.
+    """A value: its bytes, and the values that it was computed from.
 
     Attributes:
-        bytes: How many it takes.
+        bytes: Its size in bytes.
         made_of: The values that it was computed from.
         is_active: Whether it has a derivative.
-        is_free: Whether it is kept by others anyway.
+        is_free: Whether it is stored in any case.
     """
 
     bytes: int
@@ -140,16 +142,16 @@ def kept_bytes(
     are_free: tuple[bool, ...],
     stored: Sequence[np.dtype | None] = (),
 ) -> tuple[int, int]:
-    """The bytes that autodiff keeps of an island, and those to recompute it from.
+    """Counts the bytes of an island's residuals, and of the inputs to recompute it.
 
     Args:
         jaxpr: The island, as it was emitted.
-        are_free: For each input whether it is there anyway: a weight, a constant.
-        stored: For each input the dtype in which it is kept; None for its own.
+        are_free: For each input whether it is stored anyway: a weight, a constant.
+        stored: The dtype in which each input is saved; None for its own.
 
     Returns:
-        Both counts. Not in them is what is there anyway, and what an island gives in
-        half precision, since the product that it goes into keeps it.
+        Both counts. They exclude values that are stored anyway, and the island's
+        results in half precision, which the matmul that reads them saves.
     """
     inputs = [
         _Node(_bytes(aval), (), is_inexact(aval), is_free)
@@ -164,7 +166,7 @@ def kept_bytes(
     kept = flow.kept
     bytes_kept = sum(node.bytes for node in kept if not node.is_free)
     for node, v, dtype in zip(inputs, jaxpr.invars, stored, strict=False):
-        if dtype is not None:  # autodiff would keep it as it is
+        if dtype is not None:  # autodiff would save it in its own dtype
             node.bytes = count(aval_of(v).shape) * dtype.itemsize
     needed = reachable(kept, lambda node: node.made_of)
     return (
@@ -178,9 +180,9 @@ def measured_bytes(
     types: Sequence[Aval | jax.ShapeDtypeStruct],
     are_free: tuple[bool, ...],
 ) -> int:
-    """The bytes that autodiff keeps of a function, by differentiating it.
+    """Counts the bytes of a function's residuals, by differentiating it.
 
-    Not in them is what is not in those of `kept_bytes`.
+    It excludes the same values as `kept_bytes`.
     """
 
     def residuals(*arrays: AnyArray) -> tuple[PyTree, list[AnyArray]]:
@@ -193,39 +195,39 @@ def measured_bytes(
     elsewhere = {v for v, free in zip(jaxpr.invars, are_free, strict=True) if free}
     variables = (v for v in results if not isinstance(v, Literal))
     elsewhere |= {v for v in variables if aval_of(v).dtype in HALF}
-    # A set: what several derivatives keep is there once.
+    # A set: residuals that several derivatives share are stored once.
     kept = {v for v in jaxpr.outvars[count:] if not isinstance(v, Literal)}
     return sum(_bytes(aval_of(v)) for v in kept - elsewhere)
 
 
 class _Keeping(Flow[_Node | None]):
-    """Makes the nodes of a program; None stands for constants.
+    """Makes the nodes of a program; None represents constants.
 
     Attributes:
-        kept: The nodes that autodiff keeps.
+        kept: The nodes that autodiff saves.
     """
 
     def __init__(self) -> None:
         self.kept: dict[_Node, None] = {}
 
     def constant(self, value: object) -> None:
-        """A number of the program is kept by nobody."""
+        """Returns None: a literal is never a residual."""
 
     def join(self, a: _Node | None, b: _Node | None) -> _Node | None:
-        """Regions have neither branches nor loops."""
+        """Returns either: islands have neither branches nor loops."""
         return a
 
     def transfer(
         self, equation: JaxprEqn, facts: Sequence[_Node | None]
     ) -> Sequence[_Node | None]:
-        """The nodes of the results."""
+        """Returns the nodes of the results."""
         made_of = [node for node in facts if node is not None]
         results = equation.outvars
-        if not made_of:  # of numbers only, or of constants
+        if not made_of:  # all operands are literals or constants
             return [None] * len(results)
         has_derivative = any(node.is_active for node in made_of)
         saves = properties(equation.primitive.name).saves
-        if saves is Saves.SAME and not has_derivative:  # of a mask, say: never written
+        if saves is Saves.SAME and not has_derivative:  # e.g. of a mask: never written
             return [made_of[0]]
         nodes = [
             _Node(_bytes(aval), made_of, has_derivative and is_inexact(aval))
@@ -239,7 +241,7 @@ class _Keeping(Flow[_Node | None]):
 def _kept(
     saves: Saves, equation: JaxprEqn, operands: Sequence[_Node | None], result: _Node
 ) -> list[_Node]:
-    """What the derivative of an operation is computed from."""
+    """Returns the nodes that the derivative of an operation reads."""
     if saves is Saves.RESULT:
         return [result]
     if saves is Saves.RESULT_AND_SLOPE:
@@ -258,7 +260,7 @@ def _kept(
         ]
     if saves is Saves.CHOICE:
         made_of = [node for node in operands if node is not None]
-        # A truth value takes a byte.
+        # A boolean takes a byte.
         return [_Node(count(aval_of(equation.outvars[0]).shape), made_of)]
     if saves is Saves.PREDICATE and operands[0] is not None:
         return [operands[0]]
@@ -270,7 +272,7 @@ def _bytes(aval: Aval) -> int:
 
 
 def may_keep(equation: JaxprEqn) -> bool:
-    """Whether autodiff may keep something for an equation."""
+    """Returns whether autodiff may save a residual for an equation."""
     known = properties(equation.primitive.name)
     if known.joins_regions:
         return any(is_inexact(aval) for aval in avals(equation.invars))
@@ -278,34 +280,38 @@ def may_keep(equation: JaxprEqn) -> bool:
     return not keeps_nothing and is_inexact(aval_of(equation.outvars[0]))
 
 
-# ----------------------------------------------------------------------------
+# --- Recomputation --------------------------------------------------------------------
 
-# The dtype in which each input is kept; None for its own.
+# The dtype in which each input is saved; None for its own.
 Stored = Sequence[np.dtype | None]
 
-# The sums that a norm takes are of at least so many numbers.
+# Each sum of a norm has at least this many terms.
+# unsure: no program with sums of 8 to 64 numbers was compared
 _FEW = 16
-# What a norm makes of its sums, and what the derivative does: means, roots, slopes.
+# Operations on the sums in a norm and its derivative: means, roots, slopes.
 _OF_SUMS = frozenset("div rsqrt sqrt".split())
 _SOFTMAX = frozenset(("reduce_max", "exp"))
-# What recomputing saves of the bytes that autodiff would keep must be worth its while:
-# a quarter of them.
+# Recomputing must save at least a quarter of the residuals' bytes.
+# unsure: a round number; `python -m benchmarks whole-steps` with 0.5 and 0.9 would
+# decide
 _WORTH = 0.75
-# A norm has thirty operations. What has more than this is computed in many kernels.
+# A norm has thirty operations. More than this many run in many kernels.
+# unsure: between a norm (30) and an associative scan (hundreds); nothing between was
+# measured
 _LONG = 50
-# What has more than this is a computation of its own right, which would take as long
-# again.
+# Recomputing more operations than this would double an expensive computation.
+# unsure: a round number; recomputing longer regions was never timed
 _MANY = 300
 
 
 def is_worth_while(
     jaxpr: Jaxpr, are_free: tuple[bool, ...], stored: Stored = ()
 ) -> bool:
-    """Whether recomputing a program saves memory and costs little.
+    """Returns whether recomputing a program saves memory at little cost.
 
     Args:
         jaxpr: The program.
-        are_free: For each input whether it is there anyway: a weight, a constant.
+        are_free: For each input whether it is stored anyway: a weight, a constant.
         stored: See `computed_again`.
     """
     kept, needed = kept_bytes(jaxpr, are_free, stored)
@@ -316,11 +322,11 @@ def is_worth_while(
 def recomputed_if_cheap(
     closed: ClosedJaxpr, are_free: tuple[bool, ...]
 ) -> Callable[..., PyTree]:
-    """A program as a function that is recomputed if it could be an island.
+    """Makes a function of a program, recomputed if the program could be an island.
 
     Args:
         closed: The program.
-        are_free: For each input whether it is there anyway: a weight, a constant.
+        are_free: For each input whether it is stored anyway: a weight, a constant.
 
     Returns:
         A function of the program's inputs.
@@ -328,7 +334,7 @@ def recomputed_if_cheap(
     are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
     if not are_cheap or not is_worth_while(closed.jaxpr, are_free):
         return jaxpr_as_fun(closed)
-    # What the program closes over may be differentiated, too: it goes in.
+    # The constants may be differentiated, too, so they become inputs.
     closed, constants = constants_as_inputs(closed)
     return functools.partial(computed_again(closed), *constants)
 
@@ -340,18 +346,18 @@ def computed_again(
     stored: Stored = (),
     unread: int = 0,
 ) -> Callable[..., PyTree]:
-    """A program as a function that is computed again in the backward pass.
+    """Makes a function of a program that is recomputed in the backward pass.
 
-    The compiler must not find out: XLA merges what is computed twice.
+    The two computations must look different to XLA, which merges equal ones.
 
     Args:
         closed: The program.
-        is_in_loop: Whether it stands in the body of a loop. There is nothing to merge:
-            the backward pass is a loop of its own. And only sums are kept: with means,
-            too, a scanned GPT's step moves 0.7% more bytes.
-        stored: For each input the half precision in which it is kept for the backward
-            pass, or None. The value itself is computed from the input as it is.
-        unread: How many of the last inputs are there for their gradients only.
+        is_in_loop: Whether it is in the body of a loop. Then there is nothing to merge,
+            since the backward pass is a separate loop, and only sums are saved: with
+            means, too, a scanned GPT's step moves 0.7% more bytes.
+        stored: The half precision in which each input is saved for the backward pass,
+            or None. The forward pass uses the unrounded input.
+        unread: How many of the last inputs only receive gradients.
 
     Returns:
         A function of the program's inputs.
@@ -364,7 +370,7 @@ def computed_again(
     if sums and not is_softmax:
         is_apart = not _are_of_a_batch(closed.jaxpr)
         cuts: bool | tuple[bool, ...] = is_apart
-        if unread:  # what goes into a barrier is written, read or not
+        if unread:  # inputs of a barrier are written, whether read or not
             count = len(closed.in_avals) - unread
             cuts = (is_apart,) * count + (False,) * unread
         return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=cuts)
@@ -372,41 +378,42 @@ def computed_again(
         return _from_inputs(closed, stored, _Apart.NOT)
     is_long = sum(1 for _ in operations(closed.jaxpr)) > _LONG
     apart = _Apart.BY_GRADIENTS if is_long else _Apart.BY_NUMBER
-    # Exponentials of what is kept rounded do not add up to the sum of the others.
+    # Exponentials of rounded residuals do not add up to the unrounded sum.
     with_totals = is_softmax and not any(stored)
     return _from_inputs(closed, stored, apart, with_totals=with_totals)
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The operations of a program, those of programs within it, too."""
+    """Yields the operations of a program, including those of nested programs."""
     for equation in equations(jaxpr):
         if not properties(equation.primitive.name).joins_regions:
             yield equation
 
 
 class _Apart(enum.Enum):
-    """What holds a second computation apart from the first one.
+    """How to prevent XLA from merging the recomputation with the first computation.
 
-    XLA (jaxlib 0.10.2, 2026-11) writes down what goes into a barrier and merges no
-    kernel across it, so behind one each gate that is cut out of a product would be
-    written, and softmax would be two kernels with its derivative. So it is a factor of
-    1 that goes through the barrier, and not what it is multiplied with.
+    XLA (jaxlib 0.10.2, 2026-11) writes the inputs of a barrier to memory and fuses
+    nothing across it. With the data behind a barrier, each gate that is sliced from a
+    matmul would be written, and softmax would be two kernels with its derivative. So
+    the barrier applies to a factor of 1, and not to the data that it multiplies.
     """
 
     NOT = "nothing"
     BY_NUMBER = "the factor"
     BY_GRADIENTS = "the factor, and it waits for the gradients of the results"
-    """Else what is computed in many kernels is computed for all layers before the first
-    of them needs it: the associative scan of a gated state space model for an H100
-    takes 1.44 times the temporaries of a naive cast, and 1.05 times so (`benchmarks
-    workloads`). The gradients of a softmax, which are a product, would be written once
-    more: 2% of the traffic of a ViT with 197 tokens."""
+    """Without waiting, a recomputation of many kernels runs for all layers before the
+    first layer needs it: the associative scan of a gated state space model for an H100
+    takes 1.44 times the temporaries of a naive cast, and 1.05 times with it
+    (`benchmarks workloads`). Softmax does not wait: the gradients of its results come
+    from a matmul, and would be written once more: 2% of the memory traffic of a ViT
+    with 197 tokens."""
 
 
 def _from_inputs(
     closed: ClosedJaxpr, stored: Stored, apart: _Apart, *, with_totals: bool = False
 ) -> Callable[..., PyTree]:
-    """A program as a function whose derivative keeps what goes in, and wide sums."""
+    """Makes a function whose derivative saves only the inputs and wide sums."""
     plain = jaxpr_as_fun(closed)
 
     def evaluate(
@@ -428,7 +435,7 @@ def _from_inputs(
         totals: list[AnyArray],
         dots: list[AnyArray],
     ) -> list[AnyArray]:
-        """Those of the inexact results, from those of the inexact inputs."""
+        """Maps tangents of the inexact inputs to those of the inexact results."""
 
         def of_inexact(*inexact: AnyArray) -> list[AnyArray]:
             given = iter(inexact)
@@ -445,7 +452,7 @@ def _from_inputs(
         opaque = [x.astype(dot.dtype) for x, dot in zip(opaque, dots, strict=True)]
         return jax.jvp(of_inexact, opaque, dots)[1]
 
-    # Nothing is kept of what the derivative computes.
+    # Save no residuals of the recomputation itself.
     cuts = (True, False, False, False) if apart is _Apart.BY_GRADIENTS else False
     again = jax.checkpoint(tangents, prevent_cse=cuts)
 
@@ -473,23 +480,23 @@ def _from_inputs(
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A policy of `jax.checkpoint`: what is small and expensive is kept.
+    """A policy of `jax.checkpoint`: saves small values that are expensive to compute.
 
-    That is sums, and means and roots of them. From sums alone a norm's derivative is a
-    hundred operations, which XLA tries to fuse in every way: a GPT's step takes a fifth
-    longer to compile.
+    These are sums, and means and roots of them. From sums alone a norm's derivative is
+    a hundred operations, which XLA tries to fuse in every way: a GPT's step takes a
+    fifth longer to compile.
 
-    Not a maximum, which softmax finds on its way: XLA makes one kernel of softmax and
-    its derivative, and two of one that comes with a maximum.
+    A maximum is not saved: XLA makes one kernel of softmax and its derivative, but two
+    if the maximum is an input.
 
     Attributes:
-        sums: How many numbers the program's sums have.
+        sums: The sizes of the program's sums, in elements.
     """
 
     sums: frozenset[int]
 
     def __call__(self, primitive: Primitive, *operands: Aval, **params: object) -> bool:
-        """Whether the result of an operation is kept."""
+        """Returns whether the result of an operation is saved."""
         if primitive.name == "reduce_sum":
             return _is_of_many(operands[0], params)
         if primitive.name not in _OF_SUMS:
@@ -498,19 +505,18 @@ class _Kept:
 
 
 def _sums(jaxpr: Jaxpr) -> frozenset[int]:
-    """How many numbers the sums of a program have."""
+    """Returns the sizes of a program's sums, in elements."""
     sums = (e for e in operations(jaxpr) if e.primitive.name == "reduce_sum")
     of_many = (e for e in sums if _is_of_many(aval_of(e.invars[0]), e.params))
     return frozenset(count(avals(e.outvars)[0].shape) for e in of_many)
 
 
 def _are_of_a_batch(jaxpr: Jaxpr) -> bool:
-    """Whether a program sums over the first axis, and keeps a later one.
+    """Returns whether a program sums over the first axis, and keeps a later one.
 
     XLA (jaxlib 0.10.2, 2026-11) reads an array several times for a batch norm and its
-    derivative. What comes to it behind a barrier is written in float32 first: compiled
-    for an H100 the step of a ResNet moves 4 to 14 % more bytes (`benchmarks workloads`,
-    ResNet).
+    derivative. Data from a barrier is first written in float32: compiled for an H100
+    the step of a ResNet moves 4 to 14 % more bytes (`benchmarks workloads`, ResNet).
     """
     sums = (e for e in operations(jaxpr) if e.primitive.name == "reduce_sum")
     of_first = (e for e in sums if 0 in e.params["axes"])
@@ -522,5 +528,5 @@ def _are_of_a_batch(jaxpr: Jaxpr) -> bool:
 
 
 def _is_of_many(operand: Aval, params: dict[str, Any]) -> bool:
-    """Whether each number that a reduction gives is made of many."""
+    """Returns whether each result of a reduction combines many elements."""
     return count(operand.shape[axis] for axis in params["axes"]) >= _FEW

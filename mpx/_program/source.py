@@ -1,4 +1,4 @@
-"""Where an equation comes from: lines of the user's code, named scopes, transforms."""
+"""Finds the source of an equation: the user's lines, named scopes, transforms."""
 
 import contextlib
 import dataclasses
@@ -31,13 +31,13 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-# Frames without those of JAX are public as text alone (`summarize`).
+# JAX publishes frames without its own only as text (`summarize`).
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):(?P<column>\d+) \((?P<function>.*)\)")
 _ALL_FRAMES = 1000
 
 
 def source_frames(equation: JaxprEqn) -> tuple[Frame, ...]:
-    """The calls that led to an equation, the outermost first, without JAX's own."""
+    """Returns the calls that led to an equation, outermost first, without JAX's."""
     text = source_info_util.summarize(equation.source_info, num_frames=_ALL_FRAMES)
     found = [_FRAME.fullmatch(line) for line in text.splitlines()]
     return tuple(
@@ -57,32 +57,32 @@ LIBRARIES = tuple(
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost call in the user's code, else in a library; None without one."""
+    """Returns the innermost call in the user's code, else in a library; or None."""
     frames = [frame for frame in frames if not is_ours(frame)]
     own = [frame for frame in frames if not is_library(frame)]
     return (own or list(frames) or [None])[-1]
 
 
 def line_of(equation: JaxprEqn) -> str:
-    """The line of the user's code that an equation comes from; "" if not known."""
+    """Returns the user's line that an equation comes from; "" if unknown."""
     frame = user_frame(source_frames(equation))
     return "" if frame is None else str(frame)
 
 
 @functools.lru_cache(maxsize=4096)
 def real_path(path: str) -> str:
-    """A path without symbolic links, as the paths of libraries are."""
+    """Resolves the symbolic links of a path, as in `LIBRARIES`."""
     return os.path.realpath(path)
 
 
 def is_library(frame: Frame) -> bool:
-    """Whether a frame is of Python's library, an installed package or mpx."""
+    """Returns whether a frame is of Python's library, an installed package or mpx."""
     path = real_path(frame.file)
     return path.startswith((*LIBRARIES, _PACKAGE)) or "site-packages" in path
 
 
 def is_ours(frame: Frame) -> bool:
-    """Whether a frame is of mpx itself, whose wrappers are around everything."""
+    """Returns whether a frame is of mpx itself, whose wrappers enclose every call."""
     return real_path(frame.file).startswith(_PACKAGE)
 
 
@@ -90,10 +90,10 @@ Span = tuple[str, int | None, int | None, int | None, int | None]
 
 
 def source_span(equation: JaxprEqn) -> Span | None:
-    """File, first and last line and column of the user's expression that made it.
+    """Returns file, first and last line and column of the user's expression.
 
-    Two equations of one expression are known by it: `x * scale` makes a cast of `x`
-    and a product with the same span, and the cast in `f(x) * scale` has another one.
+    It identifies equations of one expression: `x * scale` makes a cast of `x` and a
+    multiplication with the same span, and the cast in `f(x) * scale` has another one.
     """
     frames = source_frames(equation)
     if not frames:
@@ -110,7 +110,7 @@ def source_span(equation: JaxprEqn) -> Span | None:
     return None
 
 
-# Frames of JAX and of mpx are of no interest to who wrote the program.
+# Frames of JAX and mpx do not help the author of the program.
 _INSIDE = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__).parent, Path(__file__).parents[1])
@@ -118,28 +118,28 @@ _INSIDE = tuple(
 
 
 def has_own_lines(equation: JaxprEqn) -> bool:
-    """Whether code of neither JAX nor mpx is among the calls that led to it."""
+    """Returns whether code of neither JAX nor mpx is among an equation's frames."""
     frames = raw_frames(equation.source_info.traceback)
     return not all(is_inside(code.co_filename) for code, _ in frames)
 
 
 def is_inside(file: str) -> bool:
-    """Whether a file is of JAX or of mpx."""
+    """Returns whether a file is of JAX or of mpx."""
     return file.startswith(_INSIDE)
 
 
-# These evaluate programs of others, whose operations bring their lines.
+# These evaluate existing programs, whose operations have their own lines.
 _EVALUATES = tuple(
     os.path.join(_INSIDE[0], "_src", name) for name in ("core.py", "interpreters")
 )
 
 
 def frames_within(equation: JaxprEqn, function: tuple[str, int]) -> tuple[Frame, ...]:
-    """The calls that led to an equation from the function it was traced in.
+    """Returns the calls that led to an equation from the function it was traced in.
 
     A function of JAX, `jnp.where` or `jax.nn.gelu`, is traced once for all its callers.
-    Where that happens while something is differentiated or rewritten, its operations
-    get the line of that, which is the line of whoever came first.
+    If that happens while a program is differentiated or rewritten, its operations get
+    the line of the first caller.
 
     Args:
         equation: The equation.
@@ -156,12 +156,12 @@ def frames_within(equation: JaxprEqn, function: tuple[str, int]) -> tuple[Frame,
 def with_lines_of(
     program: Program, call: JaxprEqn, *, all_of_it: bool = False
 ) -> ClosedJaxpr:
-    """A program whose operations have the lines of the call that it was traced for.
+    """Returns a program whose operations have the source lines of its call.
 
     Args:
         program: The program, open or closed.
-        call: The call.
-        all_of_it: Also those that have lines of their own.
+        call: The call that the program was traced for.
+        all_of_it: Also replace the lines of operations that have their own.
     """
     jaxpr, traceback = open_jaxpr(program), call.source_info.traceback
     made = [
@@ -177,29 +177,29 @@ Data = TypeVar("Data")
 
 
 class DataScope(str):
-    """The name of a named scope that carries data, besides a text for whoever reads it.
+    """The name of a named scope that carries data besides its text.
 
-    It stays on every equation that is traced in the scope, and on all that autodiff,
-    loops, batching and `jit` make of it. No text of a user's is one. JAX compares names
-    as texts, so those of different data must differ.
+    It stays on every equation that is traced in the scope, through autodiff, loops,
+    batching and `jit`. A user's scope name never has this type. JAX compares names as
+    strings, so names with different data must differ.
     """
 
     data: object
 
     def __new__(cls, text: str, data: object) -> "DataScope":
-        """A name with data."""
+        """Creates a name with data."""
         self = super().__new__(cls, text)
         self.data = data
         return self
 
 
 def data_scope(text: str, data: object) -> contextlib.AbstractContextManager[object]:
-    """What is traced inside carries data."""
+    """Returns a scope in which traced equations carry data."""
     return jax.named_scope(DataScope(text, data))
 
 
 def data_of(scope: str, kind: type[Data]) -> Data | None:
-    """The data of this kind that the name of a scope carries, if it does."""
+    """Returns the data of this kind that the name of a scope carries, or None."""
     data = scope.data if isinstance(scope, DataScope) else None
     return data if isinstance(data, kind) else None
 
@@ -213,9 +213,9 @@ class ScopeEntry:
 
 
 def scopes(equation: JaxprEqn) -> tuple[ScopeEntry, ...]:
-    """The entries of an equation's own name stack, the outermost first.
+    """Returns the entries of an equation's own name stack, the outermost first.
 
-    Those of a program inside of an equation are relative to that equation.
+    In a nested program they are relative to the equation that holds it.
     """
     stack = equation.source_info.name_stack.stack
     return tuple(

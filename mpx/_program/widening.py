@@ -1,7 +1,8 @@
-"""A program in full precision that was written in half precision.
+"""Rewrites a half-precision program to full precision.
 
-Numbers that are half precision in it are float32, and so are casts to it. Kernels, and
-what else holds a program or a type that cannot be told, get and give half precision.
+Half-precision values become float32, and so do casts to half precision. Operands and
+results of kernels and of unknown operations that hold a program or a type stay half
+precision.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def widened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with float32 in place of half precision, in what it is given, too."""
+    """Returns a program with float32 in place of half precision, also in its inputs."""
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         return _run(closed, arrays)
@@ -49,7 +50,7 @@ def _wide(array: Any) -> Any:
 
 
 def _run(program: Program, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a program with wide arrays."""
+    """Runs a program with float32 arrays."""
     jaxpr, consts = open_jaxpr(program), getattr(program, "consts", ())
     closed = core.ClosedJaxpr(jaxpr, list(map(_wide, consts)))
 

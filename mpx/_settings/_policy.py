@@ -155,8 +155,8 @@ class Policy:
         """Returns the policy as Python code."""
         names = [field.name for field in dataclasses.fields(self)]
         names += [name for name in _OPTIONAL if getattr(self, name) is not None]
-        told = (f"{name}={np.dtype(getattr(self, name)).name!r}" for name in names)
-        return f"Policy({', '.join(told)})"
+        fields = (f"{name}={np.dtype(getattr(self, name)).name!r}" for name in names)
+        return f"Policy({', '.join(fields)})"
 
     def cast_to_param(self, x: PyTree) -> PyTree:
         """Casts float leaves to the dtype of parameters; see `cast_tree`."""

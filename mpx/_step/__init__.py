@@ -1,21 +1,24 @@
-"""Gradients in mixed precision: what stands in for `eqx.filter_grad` and `jax.grad`.
+"""Gradients in mixed precision, and the other parts of a training step.
 
-One call does steps 2 to 6 of mixed precision training (Micikevicius et al. 2018,
-arXiv:1710.03740): cast the inputs, run the function, scale the loss, differentiate,
-unscale, check, adjust the scale. What matters about the order:
+One call replaces `eqx.filter_grad` or `jax.grad`, and does steps 2 to 6 of mixed
+precision training (Micikevicius et al. 2018, arXiv:1710.03740): cast the inputs, run
+the function, scale the loss, differentiate, unscale, check, adjust the scale. The order
+matters:
 
-- The casts stand *inside* the differentiated function. So the gradient is taken with
+- The casts are *inside* the differentiated function. So the gradient is taken with
   respect to the float32 weights and is float32 itself.
-- The loss is made float32 before it is scaled. Neither the reported loss nor the scale
-  ever passes through a float16 multiplication.
+- The loss is cast to float32 before it is scaled. So neither the reported loss nor the
+  scale passes through a float16 multiplication.
 - Gradients are unscaled by the scale that scaled them, not by the adjusted one.
-- A step is good if the loss and every gradient are finite. Under `shard_map` and `pmap`
-  all devices agree on that.
+- A step is finite if the loss and every gradient are. Under `shard_map` and `pmap` all
+  devices agree on that.
 
-Modules: `_transforms` (the public functions), `_options` (what they are asked for),
-`_attempt` (a try at a step), `_engine` (one batch), `_inputs` (which leaves are cast,
-what is refused), `_accumulate` (micro-batches), `_rows` (what of a call has
-no rows), `_result` (what comes back).
+In order of reading: `_transforms` (the public functions and their options), `_inputs`
+(casts and refused inputs), `_engine` (one batch), `_attempt` (one try of a step, and
+its result), `_accumulate` (micro-batches), `_devices` (micro-batches shared by
+devices), `_optimizer` (update or skip), `_check` (stop a run), `_init_scaling` (the
+initial state, and inference), `_recipe_scaling` and `_delayed_scales` (the state of
+recipes).
 """
 
 from ._accumulate import Accumulation

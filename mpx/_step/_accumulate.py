@@ -1,4 +1,8 @@
-"""Gradient accumulation: one step over several micro-batches, in a scan."""
+"""Gradient accumulation: one step over several micro-batches, in a scan.
+
+Each leaf of a call is whole in every micro-batch, cut along its batch axis, split as a
+PRNG key, or model state, which the scan carries (see `Accumulation`).
+"""
 
 import contextlib
 import dataclasses
@@ -23,14 +27,12 @@ from .._settings import MARK, Mark, parameters_of, weights_in_call
 from ._engine import Problem
 from ._inputs import input_path
 
-# ----------------------------------------------------------------------------
-# Which arrays of a call have no batch axis: declared weights, and what cannot be cut.
+# --- Arrays of a call without a batch axis --------------------------------------------
 #
-# `weights=` of an autocast function names its arguments in its own numbering. The call
-# may go through `functools.partial`, a bound method or decorators, which pass some
-# arguments on their own.
+# `weights=` of an autocast function refers to its own arguments. The call may pass
+# through `functools.partial`, a bound method or decorators, which add arguments.
 
-# The places of a call's arguments: positions and names.
+# The arguments of a call: positions and names.
 Places = frozenset[int | str]
 _SHOWN = 3
 _REMEDY = (
@@ -42,21 +44,16 @@ _REMEDY = (
 def declared_weights(
     func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> Places:
-    """The arguments of a call that `weights=` of the function names.
+    """Returns the arguments of a call that `weights=` of the function names.
 
-    By default no argument counts: the first one may as well be the batch.
-
-    Args:
-        func: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+    By default there are none, because the first argument may be the batch.
     """
     mark, first, names = _marked(func)
     if mark is None or not mark.has_explicit_weights:
         return frozenset()
     by_name = {**dict.fromkeys(names), **kwargs}
     ordered, _ = parameters_of(mark.func)
-    # A wrapper may pass more by position than the function takes, as `mpx.nnx` does.
+    # A wrapper such as `mpx.nnx`'s may pass more by position than the function takes.
     named: dict[int | str, str]
     named = {i: name for i, name in enumerate(ordered) if name in by_name}
     weights = tuple(named.get(place, place) for place in mark.weights)
@@ -71,16 +68,16 @@ def declared_weights(
 
 
 def _marked(func: object) -> tuple[Mark | None, int, list[str]]:
-    """The mark of an autocast function, and what is passed to it besides the call's.
+    """Finds the mark of an autocast function, and the arguments that wrappers add.
 
     Returns:
-        The mark, None for other functions; how many arguments are in front of those of
-        the call; the names of others.
+        The mark, None for other functions; the number of arguments before those of the
+        call; the names of added keyword arguments.
     """
     mark, first, names = None, 0, list[str]()
     while func is not None:
         mark = getattr(func, MARK, mark)
-        # JAX copies the mark to what it makes of a function.
+        # JAX copies the mark to the functions that it makes of a function.
         if mark is not None and mark.made is func:
             break
         if isinstance(func, functools.partial | eqx.Partial):
@@ -98,12 +95,7 @@ def _marked(func: object) -> tuple[Mark | None, int, list[str]]:
 def refuse_other_lengths(
     steps: int, rows: Sequence[tuple[KeyPath, jax.Array | np.ndarray]]
 ) -> None:
-    """Raises for arrays that are to be cut, and have first axes of several lengths.
-
-    Args:
-        steps: The number of micro-batches.
-        rows: The paths of the arrays, and the arrays.
-    """
+    """Raises if the first axes of the arrays to cut differ in length."""
     by_length: dict[int, list[str]] = {}
     for path, leaf in rows:
         text = f"{describe(leaf)} at `{input_path(path)}`"
@@ -125,7 +117,7 @@ def _few(texts: list[str]) -> str:
 
 
 def refuse_length(steps: int, path: KeyPath, leaf: jax.Array | np.ndarray) -> None:
-    """Raises for an array of rows that micro-batches cannot share."""
+    """Raises if micro-batches cannot divide the rows of an array."""
     size = leaf.shape[0]
     if size == 0 or size % steps:
         raise ValueError(
@@ -139,13 +131,13 @@ def refuse_length(steps: int, path: KeyPath, leaf: jax.Array | np.ndarray) -> No
 def in_micro_batch(
     steps: int, paths: Sequence[KeyPath], parts: Sequence[PyTree], are_cut: list[bool]
 ) -> Iterator[None]:
-    """Says of an error that it was raised in a micro-batch, and what that holds.
+    """Adds a note to errors of a micro-batch, with the arrays that are cut.
 
     Args:
         steps: The number of micro-batches.
         paths: The paths of the leaves of the arguments.
         parts: The leaves of the micro-batch.
-        are_cut: Which of them are a part of an array.
+        are_cut: Whether each is a part of an array.
     """
     try:
         yield
@@ -162,7 +154,7 @@ def in_micro_batch(
         raise
 
 
-# ----------------------------------------------------------------------------
+# --- Micro-batches --------------------------------------------------------------------
 
 _FUNCTIONS = {
     "whole": "whole(path, leaf) -> bool",
@@ -170,7 +162,7 @@ _FUNCTIONS = {
     "new_state": "new_state(aux) -> state",
 }
 
-# What a leaf of the arguments is to the scan.
+# The kinds of leaves in the scan.
 _WHOLE, _BATCH, _KEY, _STATE = "whole", "batch", "key", "state"
 
 
@@ -189,8 +181,8 @@ class Accumulation:
     | the differentiated arguments, those of `mpx.autocast(weights=)` | all of it |
     | an array with axes, of size $B$ along the first | rows $i, i + n, i + 2n, \dots$ |
     | a PRNG key (also a raw `uint32[2]`) | the $i$-th of `jax.random.split(key, n)` |
-    | Equinox `State`, the argument `state_argnum` | what the micro-batch before left |
-    | a scalar, a leaf that is no array, `whole` | all of it |
+    | Equinox `State`, the argument `state_argnum` | the state after the previous one |
+    | a scalar, a non-array leaf, `whole` | all of it |
 
     Rows are taken in strides, so a batch that is sharded over devices is not moved.
     With `axes` they are not: micro-batch $i$ gets the rows from $iB/n$ on, each device
@@ -277,7 +269,7 @@ class Accumulation:
         self._check_order()
 
     def _check_order(self) -> None:
-        """Refuses axes that are no names, and what cannot be summed in order."""
+        """Raises for axes that are not names, or an invalid `in_order`."""
         axes = (self.axes,) if isinstance(self.axes, str) else self.axes
         is_tuple = isinstance(axes, tuple | list)
         if not is_tuple or not all(isinstance(x, str) for x in axes):
@@ -301,19 +293,19 @@ class Accumulation:
             )
 
 
-# What a micro-batch is run by: `one(args, kwargs) -> (loss, aux, grads, amaxes)`.
+# Runs a micro-batch: `one(args, kwargs) -> (loss, aux, grads, amaxes)`.
 One = Callable[[PyTree, PyTree], tuple[Array, PyTree, PyTree, PyTree]]
 
 
 def accumulated(
     how: Accumulation, one: One, problem: Problem, args: PyTree, kwargs: PyTree
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs `one` over micro-batches; of amaxes it gives the maximum.
+    """Runs `one` over micro-batches and joins its results; amaxes by their maximum.
 
     Args:
-        how: Over which.
-        one: Runs one.
-        problem: What is differentiated.
+        how: The settings.
+        one: Runs one micro-batch.
+        problem: The function to differentiate.
         args: All arguments.
         kwargs: All keyword arguments.
     """
@@ -333,7 +325,7 @@ def accumulated(
 def zeros_like_weights(
     args: PyTree, argnums: tuple[int, ...], dtype: np.dtype | None
 ) -> PyTree:
-    """What sums of gradients begin with."""
+    """Returns the initial sums of gradients."""
     weights = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     return jax.tree.map(
         lambda w: jnp.zeros(w.shape, dtype_of_gradient(w.dtype, dtype)), weights
@@ -341,7 +333,7 @@ def zeros_like_weights(
 
 
 def joined(losses: Array, weights: Array, total: PyTree) -> tuple[Array, PyTree]:
-    """The loss and the gradients of all micro-batches."""
+    """Returns the loss and the gradients of all micro-batches."""
     weight = jnp.sum(weights)
     grads = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
     loss = jnp.sum(losses * weights.astype(losses.dtype)) / weight.astype(losses.dtype)
@@ -350,17 +342,17 @@ def joined(losses: Array, weights: Array, total: PyTree) -> tuple[Array, PyTree]
 
 @dataclasses.dataclass
 class MicroBatches:
-    """The arguments of a call, and what each micro-batch gets of them.
+    """The arguments of a call, and how micro-batches get them.
 
     Attributes:
-        how: How they are cut.
-        paths: Where each leaf is.
+        how: The settings.
+        paths: The path of each leaf.
         leaves: The leaves.
-        kinds: What each is to the scan.
-        tree: The form of arguments and keyword arguments.
+        kinds: The kind of each leaf in the scan.
+        tree: The structure of arguments and keyword arguments.
         state: The leaves of the model state.
-        state_tree: Its form.
-        traced: What of aux is not stacked, once a micro-batch was traced.
+        state_tree: Its structure.
+        traced: The part of aux that is not stacked, once a micro-batch was traced.
     """
 
     how: Accumulation
@@ -376,7 +368,7 @@ class MicroBatches:
     def read(
         cls, how: Accumulation, problem: Problem, args: PyTree, kwargs: PyTree
     ) -> "MicroBatches":
-        """Sorts the leaves of a call."""
+        """Classifies the leaves of a call."""
         _refuse_state(how, problem.argnums, len(args))
         weights = declared_weights(problem.func, args, kwargs)
         found, tree = jax.tree_util.tree_flatten_with_path(
@@ -391,7 +383,7 @@ class MicroBatches:
         return cls(how, paths, leaves, kinds, tree, state, state_tree, [])
 
     def cut(self, steps: int) -> list[PyTree]:
-        """Micro-batches along a new first axis; None for a leaf that is not cut."""
+        """Returns the leaves with micro-batches as first axis; None where not cut."""
         rows = zip(self.kinds, self.paths, self.leaves, strict=True)
         return [_micro_batches(self.how, steps, *row) for row in rows]
 
@@ -409,13 +401,12 @@ class MicroBatches:
             loss, aux, grads, amaxes = one(args, kwargs)
             weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)
-        # By identity: the new state is a part of aux, and its arrays are the same
-        # objects.
+        # By identity: the new state is a part of aux, with the same array objects.
         places = {id(x): _Place(i) for i, x in enumerate(state)}
         stacked, rest = eqx.partition(
             aux, lambda x: eqx.is_array(x) and id(x) not in places
         )
-        # Set while the body of the scan is traced; what comes after it reads it.
+        # Set while the body of the scan is traced, and read by `aux`.
         self.traced[:] = [jax.tree.map(lambda x: places.get(id(x), x), rest)]
         total = jax.tree.map(
             lambda t, g: t + (weight.astype(g.dtype) * g).astype(t.dtype), total, grads
@@ -423,7 +414,7 @@ class MicroBatches:
         return (total, state), (loss, weight, stacked, amaxes)
 
     def aux(self, stacked: PyTree, state: list[AnyArray]) -> PyTree:
-        """Aux after the last micro-batch."""
+        """Returns aux after the last micro-batch."""
         rest = jax.tree.map(
             lambda x: state[x] if isinstance(x, _Place) else x, self.traced[0]
         )
@@ -431,11 +422,11 @@ class MicroBatches:
 
 
 class _Place(int):
-    """The place of an array among the leaves of the model state."""
+    """The index of an array among the leaves of the model state."""
 
 
 def _refuse_state(how: Accumulation, argnums: tuple[int, ...], count: int) -> None:
-    """Raises where no argument can be the model state."""
+    """Raises if `state_argnum` cannot be the model state."""
     position = how.state_argnum
     if position is None or (position < count and position not in argnums):
         return
@@ -477,7 +468,7 @@ def _kind(
 def _micro_batches(
     how: Accumulation, steps: int, kind: str, path: KeyPath, leaf: PyTree
 ) -> AnyArray | None:
-    """The leaf with micro-batches along a new first axis; None if it is not cut."""
+    """Returns a leaf with micro-batches along a new first axis; None if not cut."""
     if kind == _KEY:
         return jax.random.split(leaf, steps)
     if kind != _BATCH:
@@ -503,7 +494,7 @@ def _weight(how: Accumulation, args: PyTree, kwargs: PyTree) -> PyTree:
 
 
 def _new_state(how: Accumulation, aux: PyTree, old: list[AnyArray]) -> list[AnyArray]:
-    """The leaves of the model state that aux holds."""
+    """Returns the leaves of the model state in aux."""
     if not old:
         return old
     if how.new_state is not None:

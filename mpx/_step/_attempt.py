@@ -1,10 +1,10 @@
-"""A try at a step: differentiate, check, unscale; and again where it overflowed.
+"""One try of a step: differentiates, checks and unscales, and retries on overflow.
 
-The check comes before the gradients, also for the compiler. Left free to mix the
-optimizer into the backward pass, XLA keeps activations for longer: 10% more memory for
-a Vision Transformer's step on an H100. So the scale that gradients are divided by
-depends on the check (`_known_after`), and nothing can use a gradient before. Every
-gradient is read for the check, before the optimizer reads it again.
+The check comes before the gradients, also for the compiler. If XLA may fuse the
+optimizer into the backward pass, it keeps activations for longer: 10% more memory for a
+Vision Transformer's step on an H100. So the scale to divide gradients by depends on the
+check (`_known_after`), and nothing can use a gradient earlier. Every gradient is read
+for the check, and again by the optimizer.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from ._engine import Problem, as_weights, scaled_value_and_grad
 
 
 class Outcome(NamedTuple):
-    """What a try gave.
+    """The outcome of a try.
 
     Attributes:
         loss: The unscaled loss, float32 at least.
-        aux: What the function returned beside it.
+        aux: The function's second result.
         grads: The unscaled gradients, one tree for each differentiated argument.
-        flags: Whether the loss, each gradient, and all else that may be looked at
-            later is finite; None if nobody asks.
-        amaxes: The amaxes that the recipes in the function saw, by slot.
+        flags: Whether the loss, each gradient, and everything checked later are finite;
+            None if unchecked.
+        amaxes: The amaxes of the recipes in the function, by slot.
     """
 
     loss: LossScalar
@@ -56,7 +56,7 @@ def attempt(
     args: PyTree,
     kwargs: PyTree,
 ) -> Outcome:
-    """Runs a step with a scaling, over micro-batches if there are any."""
+    """Runs a step with a scaling, over micro-batches if there are several."""
     if how.axes or how.steps > 1:
         inner = problem
         if how.axes:
@@ -88,7 +88,7 @@ def attempt(
 
 
 def _returned(problem: Problem, grads: PyTree) -> PyTree:
-    """Gradients in the dtype that the policy says."""
+    """Casts gradients to the dtype of the policy."""
     asked = problem.grad_dtype
     if asked is None:
         return grads
@@ -101,9 +101,9 @@ def retried(
     outcome: Outcome,
     retries: int,
 ) -> tuple[AbstractLossScaling, Outcome]:
-    """Tries a step again at smaller scales while it is not finite.
+    """Retries a non-finite step at smaller scales.
 
-    A loss that is not finite is so at every scale.
+    A step with a non-finite loss is not retried: the loss does not depend on the scale.
 
     Returns:
         The scaling of the last try, and its outcome.
@@ -127,16 +127,16 @@ def tried_again(
     result: PyTree,
     times: int,
 ) -> PyTree:
-    """A state and a result, tried again while the result is bad.
+    """Retries while the result is bad, and returns the last state and result.
 
     Args:
-        again: `again(state)` gives the next of both.
-        is_bad: Whether a result is.
-        state: That of the first try.
-        result: That of the first try.
-        times: How many more there may be.
+        again: `again(state)` returns the next state and result.
+        is_bad: Returns whether a result is bad.
+        state: The state of the first try.
+        result: The result of the first try.
+        times: The maximum number of retries.
     """
-    # A loop carries arrays only; the rest of aux is the same at every scale.
+    # A loop carries only arrays; the rest of aux is the same at every scale.
     arrays, static = eqx.partition(result, eqx.is_array)
 
     def goes_on(carry: PyTree) -> Array:
@@ -155,32 +155,32 @@ def tried_again(
 def _known_after(
     flags: Bool[Array, " n"], scaling: AbstractLossScaling
 ) -> StaticLossScaling:
-    """The same scale, to unscale with, as a value that depends on the flags.
+    """Returns the same scale to unscale with, as a value that depends on the flags.
 
-    The maximum is 1 whatever the flags are, which XLA does not find out. A barrier
-    would do the same and cost memory: 7 % more for the paper's ViT, 12 blocks, compiled
-    for an H100 (jax 0.10.2, November 2026; `python -m benchmarks residuals` has it).
+    The maximum is always 1, which XLA does not detect. A barrier would have the same
+    effect and cost memory: 7 % more for the paper's ViT, 12 blocks, compiled for an
+    H100 (jax 0.10.2, November 2026; see `python -m benchmarks residuals`).
     """
     one = jax.lax.max(jnp.all(flags).astype(jnp.float32), np.float32(1))
     return StaticLossScaling(scaling.loss_scale * one)
 
 
-# --- Whether a try is finite ----------------------------------------------------------
+# --- Finiteness of a try --------------------------------------------------------------
 
 
 def finite_flags(
     scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree
 ) -> Bool[Array, " n"]:
-    r"""Whether the loss, and each gradient once it is divided by the scale, is finite.
+    r"""Returns whether the loss and each gradient, divided by the scale, are finite.
 
     $$|g| \le m \cdot \min(s, 1)$$
 
     with the largest number $m$ of its dtype: dividing by a scale below 1 can make a
-    finite gradient overflow. Nothing is divided for it, which is one product less for
-    each gradient to trace and to lower.
+    finite gradient overflow. The test needs no division, which saves tracing and
+    lowering one multiplication per gradient.
 
-    Gradients in float16 need only be finite, being below 2^16. For them no step counts
-    as finite at a scale below 2^-111.
+    Gradients in float16 only need to be finite, since they are below 2^16. With them,
+    no step counts as finite at a scale below 2^-111.
 
     Args:
         scaling: The loss scaling that gradients are still scaled by.
@@ -188,15 +188,15 @@ def finite_flags(
         grads: The gradients.
 
     Returns:
-        One flag for the loss, one for each gradient, one for the rest: in this order
-        bad places are named. All devices agree on them.
+        One flag for the loss, one for each gradient, and one for the rest, in the order
+        of names in reports. All devices agree on them.
     """
     leaves = jax.tree.leaves(grads)
     if scaling._is_one:
         is_finite, *flags = finite_by_leaf((loss, leaves))
         rest = jnp.asarray(True)
     else:
-        # Below 1 a little smaller, because 1 / s is rounded.
+        # Below 1, slightly smaller, because 1 / s is rounded.
         scale = scaling.loss_scale
         reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
         limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
@@ -219,19 +219,18 @@ def _is_within(grad: Array, limits: Filled) -> BoolScalar:
 
 
 def _agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """The flags, agreed on by all devices."""
+    """Returns the flags, agreed on by all devices."""
     axes = manual_axes()
     if axes and varying_axes(jax.lax.axis_index(axes[0])):
-        # `check_vma=True`: where flags do not vary, devices agree, and JAX 0.12 takes
-        # only axes of one kind.
+        # `check_vma=True`: devices agree on flags that do not vary, and JAX 0.12 only
+        # accepts axes of one kind.
         axes = tuple(axis for axis in axes if axis in varying_axes(flags))
     if not axes:
         return flags
     return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)
 
 
-# ----------------------------------------------------------------------------
-# What a gradient function returns: a tuple in the paper's order, with names.
+# --- The result of a gradient function: a tuple in the paper's order, with names ------
 
 
 class GradientResult(tuple):
@@ -244,8 +243,8 @@ class GradientResult(tuple):
     | `filter_value_and_grad`, `value_and_grad` | `value, scaling, finite, grads` |
     | the same with `has_aux=True` | `(value, aux), scaling, finite, grads` |
 
-    It also contains what `mpx.optimizer_step` needs to check the step again: the
-    previous state, and which leaves were finite. It is a PyTree.
+    It is a PyTree. For `mpx.optimizer_step`, which may check the step again, it also
+    contains the previous state, and which leaves were finite.
 
     Attributes:
         value: The unscaled loss, float32 at least; only from functions that return it.
@@ -274,9 +273,8 @@ class GradientResult(tuple):
         return self
 
     def __getattr__(self, name: str) -> PyTree:
-        # Only asked for what is not there in the ordinary way.
-        # As it is copied or unpickled there are none yet, and asking for them would ask
-        # again.
+        # Only called for missing attributes. During copying or unpickling there are no
+        # parts yet, and reading `self._parts` would recurse.
         parts = self.__dict__.get("_parts", {})
         if name in parts:
             return parts[name]
@@ -293,11 +291,11 @@ class GradientResult(tuple):
         raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
 
     def _replace(self, **changes: Any) -> "GradientResult":
-        """A copy with other parts, as named tuples have it.
+        """Returns a copy with other parts, like a named tuple.
 
-        With `finite=False` the user skips a step that was good: weights and optimizer
-        stay, and the scaling counts a skipped step and learns nothing of it, no
-        overflow and no amax. A step that was bad stays so.
+        `finite=False` skips a finite step: weights and optimizer state stay unchanged,
+        and the scaling counts a skipped step without its overflow or amaxes. A
+        non-finite step stays non-finite.
         """
         unknown = changes.keys() - self._parts.keys()
         if unknown:
@@ -315,12 +313,12 @@ class GradientResult(tuple):
         return GradientResult(**parts)
 
     def _judged(self, finite: BoolLike, flags: object) -> Any:
-        """The scaling after this step, had it come out as `finite`."""
+        """Returns the scaling after this step, given whether it is finite."""
         before = self._before
         if before is None:
             return None
         if "_counted" in self._parts:
-            # Full precision: steps are counted, the scale is not used and not changed.
+            # Full precision: count steps, without using or changing the scale.
             after = before._counted(finite, flags)
         else:
             after = before.adjust(finite, places_finite=flags)
@@ -328,20 +326,20 @@ class GradientResult(tuple):
 
     @property
     def _before(self) -> Any:
-        """The scaling from before this step."""
+        """The scaling before this step."""
         return self._parts["_counted" if "_counted" in self._parts else "_scaled"]
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)
         return f"GradientResult({inner})"
 
-    # A tuple would be made again of its items, which have no names.
+    # A tuple would be rebuilt from its items, which have no names.
     def __reduce__(self) -> tuple:
         return _unflatten, (tuple(self._parts), tuple(self._parts.values()))
 
 
 def _aside(is_aside: Any, before: Any, after: Any) -> Any:
-    """The scaling after a step that the user has skipped, where he has."""
+    """Returns the scaling after this step, which the user may have skipped."""
     if is_aside is False or before is None:
         return after
     return select_tree(is_aside, before._set_aside(), after)

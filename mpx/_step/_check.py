@@ -1,4 +1,4 @@
-"""Looking at the state on the host: has the run come to a point where it must stop?"""
+"""Checks the state on the host: must the run stop?"""
 
 import jax
 import numpy as np
@@ -120,11 +120,11 @@ def _places(record: StepRecord, model: PyTree) -> str:
 
 
 def _gradient_leaves(places: int, model: PyTree) -> list[str]:
-    """The names of the leaves that have a gradient; empty where that is not known.
+    """Returns the names of the leaves with a gradient; empty if unknown.
 
-    `mpx.filter_grad` takes gradients of JAX arrays, which under `jax.jit` numpy's and
-    Python's numbers are, too, and `mpx.grad` of all numbers. So what had gradients is
-    told by how many places there were: a loss, leaves, and perhaps one for the rest.
+    `mpx.filter_grad` differentiates JAX arrays, which under `jax.jit` include NumPy's
+    and Python's numbers, and `mpx.grad` all numbers. So the number of places determines
+    which leaves had gradients: a loss, the leaves, and possibly one for the rest.
     """
     paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stored)
     kinds = [
@@ -135,7 +135,7 @@ def _gradient_leaves(places: int, model: PyTree) -> list[str]:
         for names in kinds:
             if names and len(names) == count:
                 return names
-    # A state from before places were counted.
+    # An older state, in which places were not counted.
     return next(filter(None, kinds), []) if places == 0 else []
 
 

@@ -1,4 +1,7 @@
-"""`DelayedScales`: past amaxes and scales of all slots that share a recipe."""
+"""`DelayedScales`: past amaxes and scales of all slots that share a recipe.
+
+`state_dict` of `RecipeScaling` writes them as a dictionary, which another run reads.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +34,7 @@ class DelayedScales(eqx.Module):
     Attributes:
         amax_history: Past amaxes, as in `mpx.quantization.DelayedScalingState`; rows
             are slots, columns input, weight and gradient.
-        scale: What to multiply by at the next step.
+        scale: The scales of the next step.
         recipe: The recipe, one with a state.
         slots: The name of each slot, and the lengths of the scans that cut it.
     """
@@ -43,7 +46,7 @@ class DelayedScales(eqx.Module):
 
     @classmethod
     def new(cls, recipe: Any, requests: Mapping[SlotName, Request]) -> Self:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         slots = tuple((name, request.lengths) for name, request in requests.items())
         rows = sum(math.prod(lengths) for _, lengths in slots)
         state = recipe.init()
@@ -56,15 +59,15 @@ class DelayedScales(eqx.Module):
 
     @property
     def largest(self) -> np.ndarray:
-        """What amaxes of input, weight and gradient are scaled to, float32[3]."""
+        """The values that amaxes of input, weight and gradient scale to, float32[3]."""
         unit = jnp.ones((), jnp.float32)
         return np.asarray([self.recipe._scale(unit, role, 0.0) for role in ROLES])
 
     @property
     def is_new(self) -> bool:
-        """Whether it is known that no step has been seen, and that scales are 1."""
+        """Whether the state is known to be before its first step, with scales of 1."""
         is_known = not isinstance(self.scale, Tracer)
-        # Of an array on the devices of other processes nobody knows.
+        # The values of an array on other processes' devices cannot be read here.
         is_known = is_known and getattr(self.scale, "is_fully_addressable", True)
         if self.recipe.warm_start or not is_known:
             return False
@@ -72,7 +75,7 @@ class DelayedScales(eqx.Module):
         return not history.any() and bool((scale == 1).all())
 
     def by_slot(self, x: Array) -> dict[SlotName, Array]:
-        """The rows of an array by slot, stacked as its scans want them."""
+        """Returns the rows of an array by slot, in the shape of its scans."""
         found, start = {}, 0
         for name, lengths in self.slots:
             rows = math.prod(lengths)
@@ -81,7 +84,7 @@ class DelayedScales(eqx.Module):
         return found
 
     def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
-        """The inverse of `by_slot`."""
+        """Joins the rows of slots: the inverse of `by_slot`."""
         parts = [by_slot[name] for name, _ in self.slots]
         depths = [len(lengths) for _, lengths in self.slots]
         return jnp.concatenate(
@@ -89,7 +92,7 @@ class DelayedScales(eqx.Module):
         )
 
     def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
-        """The state after a step with these amaxes."""
+        """Returns the state after a step with these amaxes."""
 
         def update(
             role: Role, history: Array, scale: Array, amax: Array
@@ -106,7 +109,7 @@ class DelayedScales(eqx.Module):
         ]
         histories, scales = (jnp.stack(x, axis=1) for x in zip(*columns, strict=True))
         is_unknown = ~histories.any(axis=-1) & (amaxes == 0)
-        if histories.shape[-1] < 2:  # which is empty after each step
+        if histories.shape[-1] < 2:  # such a history is empty after each step
             is_unknown &= scales == self.recipe.init().scale
         if not self.recipe.warm_start:
             others = self._scales_of_others(amaxes, scales)
@@ -116,12 +119,12 @@ class DelayedScales(eqx.Module):
     def _scales_of_others(
         self, amaxes: Float32[Array, "slots 3"], otherwise: Float32[Array, "slots 3"]
     ) -> Float32[Array, "slots 3"]:
-        """Scales for arrays that were zero in all steps: from the largest of a role.
+        """Returns scales for arrays that were always zero, by the largest of a role.
 
-        A gradient that vanishes in one product leaves none, and no amax, to the product
-        before. If the scale stayed as it is, one more layer would have its gradient
-        with each step. A quarter of the format's range (2^8 in E5M2) is left above the
-        largest amax, three quarters below.
+        If a gradient underflows in one matmul, the matmul before it gets a zero
+        gradient, and no amax. With an unchanged scale, only one more layer would get a
+        gradient with each step. A quarter of the format's range (2^8 in E5M2) is left
+        above the largest amax, three quarters below.
         """
         columns = []
         for i, role in enumerate(ROLES):
@@ -146,8 +149,8 @@ class DelayedScales(eqx.Module):
     def _refuse_overflow(
         self, name: str, scale: np.ndarray, history: Array, owner: str
     ) -> None:
-        """Raises for a scale with which the newest amax would not fit."""
-        # An update leaves it last, and no algorithm of a name takes a smaller one.
+        """Raises for a scale with which the newest amax would overflow."""
+        # An update stores it last, and every named algorithm takes at least that amax.
         if callable(self.recipe.amax_compute_algo) or history.shape[-1] < 2:
             return
         newest = history[..., -1]
@@ -185,8 +188,7 @@ def refuse_unreachable(name: str, scale: object, history: object, call: str) -> 
         )
 
 
-# ----------------------------------------------------------------------------
-# The state of recipes as a dictionary: what it holds, and how another run reads it.
+# --- The state of recipes as a dictionary ---------------------------------------------
 
 KIND = "RecipeScaling"
 VERSION = 2
@@ -194,7 +196,7 @@ _FIELDS = ("amax_history", "scale", "largest")
 
 
 class Saved(NamedTuple):
-    """What was saved, checked for itself.
+    """A saved state, whose own consistency was checked.
 
     Attributes:
         loss: The state of the loss scaling.
@@ -206,7 +208,7 @@ class Saved(NamedTuple):
 
 
 def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
-    """The state of a loss scaling and of slots as a dictionary of numpy arrays."""
+    """Returns the state of a loss scaling and slots as a dictionary of NumPy arrays."""
     slots = {
         str(name): {
             "amax_history": np.asarray(history),
@@ -225,7 +227,7 @@ def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
 
 
 def read(state: object, call: str) -> Saved:
-    """Checks a dictionary that `write` made, or an older version of it."""
+    """Checks a dictionary made by `write`, or an older version of it."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{call} needs a `RecipeScaling` or its `state_dict()`; got "
@@ -262,7 +264,7 @@ def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
 def with_slots(
     state: DelayedScales, slots: Mapping[str, Mapping[str, np.ndarray]], call: str
 ) -> DelayedScales:
-    """The state with what was saved, converted to its recipe."""
+    """Returns the state with saved slots, converted to its recipe."""
     room = state.recipe.amax_history_len
     first = float(state.recipe.init().scale)
     histories, scales = {}, {}
@@ -274,8 +276,8 @@ def with_slots(
                 f"{call}: the slot {str(name)!r} is of {shape}; got scales of "
                 f"{scale.shape} and histories of {history.shape}."
             )
-        # All formats' largest numbers differ by powers of two. A scale that no amax
-        # has made yet is the recipe's first one.
+        # The largest numbers of all formats differ by powers of two. A scale that was
+        # not computed from an amax becomes the recipe's first one.
         is_made = np.any(history > 0, axis=-1) | ((scale != 0) & (scale != 1))
         ratio = state.largest.astype(np.float64) / saved["largest"]
         made = np.clip(scale * ratio, SMALLEST_SCALE, LARGEST_SCALE)
@@ -289,7 +291,7 @@ def with_slots(
 
 
 def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndarray]:
-    """The arrays of a slot, if a run can have reached them."""
+    """Returns the arrays of a slot; raises if no run can reach them."""
     if not isinstance(slot, Mapping):
         raise ValueError(
             f"{call} needs a dictionary for the slot {name!r}; got {describe(slot)}."
@@ -310,7 +312,7 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
             f"scales of {scale.shape} and largest numbers of {largest.shape} for the "
             f"slot {name!r}."
         )
-    if version == 1:  # which kept what a product in the range of its format hid
+    if version == 1:  # it stored infinities that saturating matmuls hid
         found["amax_history"] = history = np.where(history == np.inf, 0, history)
     refuse_unreachable(name, scale, history, call)
     digits, exponent = np.frexp(largest / np.float32(Format.E4M3.largest))
@@ -323,7 +325,7 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
 
 
 def _resized(history: Array, room: int) -> Array:
-    """A history with room for more amaxes, or fewer; the newest one stands last."""
+    """Pads or cuts a history to `room` amaxes; the newest one is last."""
     now, past = history[..., :1], history[..., 1:]
     past = past[..., max(0, past.shape[-1] - (room - 1)) :]
     missing = room - 1 - past.shape[-1]

@@ -1,16 +1,16 @@
-"""Micro-batches that devices share: each runs its own, and gradients are summed once.
+"""Micro-batches shared by devices: each runs its own, and gradients are summed once.
 
 Under `jax.jit` over a mesh every micro-batch ends with a sum over the devices, in the
-dtype of whatever made the gradient. Here the devices of some axes of the mesh run apart
-(`jax.shard_map`): each sums the gradients of its own micro-batches in full precision,
-and then all of them are summed, in the dtype that the policy says. A step sends as many
-bytes for eight micro-batches as for one.
+dtype of the operation that made the gradient. Here the devices of some axes of the mesh
+run separately (`jax.shard_map`): each sums the gradients of its own micro-batches in
+full precision. Then these are summed over devices, in the dtype of the policy. A step
+communicates as many bytes for eight micro-batches as for one.
 
-Summed *in order*, the result does not depend on how many devices there are. The order
-is that of a binary tree over all micro-batches; a device has whole branches of it. What
-is left, one sum for each device, is added up as the rest of the tree: each device gets
-the pieces of all others that it adds up (`all_to_all`), and gives what comes out
-to all (`all_gather`), which together are the bytes of one ring all-reduce.
+Summed *in order*, the result does not depend on the number of devices. The order is a
+binary tree over all micro-batches, in which each device has whole branches. The rest of
+the tree adds up one sum per device: each device receives one piece of all others' sums
+(`all_to_all`), adds these up, and sends its result to all (`all_gather`). Together
+these are the bytes of one ring all-reduce.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ from ._inputs import cast_inputs
 
 _FLOAT32 = np.dtype(np.float32)
 
-# For functions that a device runs apart from the others.
+# For functions that a device runs separately from the others.
 ON_ITS_OWN = Wire(_FLOAT32, is_alone=True)
 
-# A micro-batch: what it gives to be summed, and what it gives besides.
+# Runs a micro-batch; returns the values to sum, and its other results.
 Run = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 
@@ -59,12 +59,12 @@ def accumulated_on_devices(
     args: PyTree,
     kwargs: PyTree,
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
-    """Runs micro-batches where their rows lie; see `accumulated`.
+    """Runs micro-batches on the devices of their rows; see `accumulated`.
 
     Args:
-        how: Over which.
-        one: Runs one: `one(scaling, args, kwargs)`.
-        problem: What is differentiated.
+        how: The settings.
+        one: Runs one micro-batch: `one(scaling, args, kwargs)`.
+        problem: The function to differentiate.
         scaling: The loss scaling.
         args: All arguments.
         kwargs: All keyword arguments.
@@ -74,7 +74,7 @@ def accumulated_on_devices(
     axes, mesh = tuple(how.axes), mesh_of(batch.leaves)
     devices = _checked_devices(how, mesh, batch, problem)
     whole, cut = _laid_out(mesh, batch, _half_weights(problem, args, kwargs))
-    # What explicit axes know of cannot be closed over.
+    # Arrays with explicit axes cannot be closed over.
     state, rest = eqx.partition(scaling, eqx.is_array)
     reduce_dtype = None if problem.wire is None else problem.wire.reduce_dtype
 
@@ -89,7 +89,7 @@ def accumulated_on_devices(
             total, besides = _in_turn(run, zeros, xs, how.steps // devices)
             add_up = functools.partial(_summed, axes, reduce_dtype)
         total = jax.tree.map(add_up, total)
-        # The form of aux, found by the trace of what the devices run.
+        # The structure of aux, found by tracing the devices' program.
         batch.traced[:] = inside.traced
         losses, weights, stacked, amaxes = besides
         amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
@@ -102,8 +102,8 @@ def accumulated_on_devices(
         in_specs=(P(), P(), P(axes)),
         out_specs=(P(), P(), P(), P(axes), P()),
         axis_names=set(axes),
-        # What is gathered from all devices is the same on each, which the types of
-        # `all_gather` do not say.
+        # Gathered values are equal on all devices, which `all_gather`'s types do not
+        # express.
         check_vma=False,
     )
     total, losses, weights, stacked, amaxes = mapped(state, whole, cut)
@@ -118,9 +118,9 @@ def accumulated_on_devices(
 def _laid_out(
     mesh: Any, batch: MicroBatches, halves: dict[KeyPath, np.dtype]
 ) -> tuple[list[PyTree], list[PyTree]]:
-    """The arrays that each device gets whole, and those of which it gets its rows.
+    """Returns the arrays to replicate, and those to shard by rows.
 
-    Weights are in what they are cast to. None stands for all other leaves.
+    Weights are cast before communication. None represents all other leaves.
     """
     axes = tuple(batch.how.axes)
     cut = [
@@ -140,16 +140,16 @@ def _laid_out(
 def _run_here(
     batch: MicroBatches, whole: list[PyTree], run_one: One, zeros: PyTree
 ) -> tuple[Run, MicroBatches]:
-    """What runs a micro-batch on a device, and the form of these there."""
+    """Returns a function to run a micro-batch on a device, and its `MicroBatches`."""
     how = batch.how
     inside = dataclasses.replace(batch, traced=[])
 
     def run(xs: PyTree) -> tuple[PyTree, PyTree]:
-        # In each turn: a copy of float32 that all turns share would be kept.
+        # In each iteration: a float32 copy for all iterations would stay in memory.
         inside.leaves = list(map(_as_declared, whole, batch.leaves))
         xs = jax.lax.optimization_barrier(xs) if how.in_order else xs
         (total, _), besides = inside.turn(run_one, (zeros, []), xs)
-        if how.in_order:  # nothing of a micro-batch is fused with another one
+        if how.in_order:  # do not fuse anything across micro-batches
             total, besides = jax.lax.optimization_barrier((total, besides))
         return total, besides
 
@@ -162,7 +162,7 @@ def _checked_devices(
     batch: MicroBatches,
     problem: Problem,
 ) -> int:
-    """How many devices share the micro-batches; raises where they cannot."""
+    """Returns the number of devices that share micro-batches; raises if impossible."""
     call = "`axes` of `mpx.Accumulation`"
     names = () if mesh is None else tuple(mesh.axis_names)
     missing = [axis for axis in how.axes if axis not in names]
@@ -200,10 +200,10 @@ def _checked_devices(
 def _half_weights(
     problem: Problem, args: PyTree, kwargs: PyTree
 ) -> dict[KeyPath, np.dtype]:
-    """The weights that are cast before they travel, and to what.
+    """Returns the weights to cast before communication, and their dtypes.
 
-    In the explicit style they are cast anyway; under autocast those are that all uses
-    cast.
+    In the explicit style these are all weights that are cast; under autocast, those
+    that are cast in all their uses.
     """
     wire = problem.wire
     if wire is not None and wire.gather_dtype == _FLOAT32:
@@ -230,7 +230,7 @@ def _half_weights(
 
 
 def _as_declared(array: PyTree, leaf: PyTree) -> PyTree:
-    """A leaf as the function knows it: float32 again where it was cast to travel."""
+    """Returns a leaf in its declared dtype, after communication in another one."""
     if array is None or array.dtype == leaf.dtype:
         return leaf if array is None else array
     return jax.lax.convert_element_type(array, leaf.dtype)
@@ -239,7 +239,7 @@ def _as_declared(array: PyTree, leaf: PyTree) -> PyTree:
 def _along(
     mesh: Mesh | AbstractMesh, axes: tuple[str, ...], x: Any, is_cut: bool
 ) -> Any:
-    """An array as `jax.shard_map` takes it on axes of which types know."""
+    """Reshards an array for `jax.shard_map` on explicit axes."""
     if not mesh.explicit_axes or not isinstance(x, jax.Array):
         return x
     old = jax.typeof(x).sharding.spec
@@ -249,7 +249,7 @@ def _along(
 
 
 def _as_they_lie(mesh: Any, grads: PyTree, weights: PyTree) -> PyTree:
-    """Gradients as the weights lie, on axes of which types know."""
+    """Reshards gradients like the weights, on explicit axes."""
     if not mesh.explicit_axes:
         return grads
 
@@ -276,7 +276,7 @@ def _in_turn(run: Run, zeros: PyTree, xs: PyTree, count: int) -> tuple[PyTree, P
 def _in_a_tree(
     run: Run, zeros: PyTree, xs: PyTree, count: int
 ) -> tuple[PyTree, PyTree]:
-    """The sum of micro-batches in the order of a binary tree, each half before it."""
+    """Sums micro-batches in the order of a binary tree, half by half."""
     if count == 1:
         total, besides = run(jax.tree.map(lambda x: x[0], xs))
         return total, jax.tree.map(lambda x: jnp.expand_dims(x, 0), besides)
@@ -291,33 +291,33 @@ def _in_a_tree(
 
 
 def _summed(axes: tuple[str, ...], dtype: np.dtype | None, x: Array) -> Array:
-    """The sum over devices, in a dtype."""
+    """Sums over devices in a dtype."""
     narrow = x if dtype is None or not is_half(dtype) else x.astype(dtype)
     return jax.lax.psum(narrow, axes).astype(x.dtype)
 
 
 def _summed_in_order(axes: tuple[str, ...], x: Array) -> Array:
-    """The same in the order of a binary tree; every device adds up a piece."""
+    """Sums over devices in the order of a binary tree; each adds up one piece."""
     devices = jax.lax.axis_size(axes)
     if devices == 1:
         return x
-    # Rounded up: the last piece is padded, and cut again below.
+    # Rounded up: the last piece is padded, and cut to size below.
     length = -(-x.size // devices)
     flat = jnp.pad(x.reshape(-1), (0, length * devices - x.size))
     pieces = flat.reshape(devices, length)
     parts = jax.lax.all_to_all(pieces, axes, split_axis=0, concat_axis=0, tiled=True)
     while len(parts) > 1:
-        # As the scan adds them, which begins with zero: it makes 0 of -0.
+        # Add like the scan, which begins with zero, so that -0 becomes 0.
         parts = (jnp.zeros_like(parts[::2]) + parts[::2]) + parts[1::2]
     whole = jax.lax.all_gather(parts[0], axes, tiled=True)
     return whole[: x.size].reshape(x.shape)
 
 
 def _largest_of_all(axes: tuple[str, ...], amaxes: PyTree) -> PyTree:
-    """The amaxes of all devices, by one collective."""
+    """Returns the largest amaxes of all devices, by one collective."""
     if not jax.tree.leaves(amaxes):
         return amaxes
     flat, restored = ravel_pytree(amaxes)
-    # Of the bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
+    # Compare bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
     bits = jax.lax.pmax(jax.lax.bitcast_convert_type(flat, jnp.int32), axes)
     return restored(jax.lax.bitcast_convert_type(bits, jnp.float32))

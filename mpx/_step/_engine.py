@@ -1,4 +1,4 @@
-"""One batch: cast, run, scale, differentiate."""
+"""One batch: casts, runs, scales and differentiates."""
 
 import contextlib
 import dataclasses
@@ -52,21 +52,21 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is to be differentiated, and how.
+    """A function to differentiate, and how.
 
     Attributes:
         func: The function.
         call: The public call to name in an error.
         has_aux: Whether `func` returns `(loss, aux)`.
-        argnums: The positions that are differentiated.
+        argnums: The positions to differentiate.
         compute: The dtype that inputs are cast to, or None.
-        is_default: Whether nobody asked for this dtype.
-        half: The dtype that is computed in, as far as it is known.
-        keep: Says which leaves are not cast.
-        accumulate_dtype: The dtype that gradients of a weight's uses are summed in.
+        is_default: Whether this dtype is the default.
+        half: The compute dtype, if known.
+        keep: Returns whether a leaf is not cast.
+        accumulate_dtype: The dtype in which gradients of a weight's uses are summed.
         allow_float16_weights: Whether weights may be float16.
-        wire: In what dtypes weights and gradients travel; None on one device.
-        grad_dtype: What gradients are returned in; None: full precision.
+        wire: The dtypes for communicating weights and gradients; None on one device.
+        grad_dtype: The dtype of returned gradients; None means full precision.
     """
 
     func: Callable[..., PyTree]
@@ -84,25 +84,25 @@ class Problem:
 
     @property
     def casts_before(self) -> np.dtype | None:
-        """What inputs are cast to before differentiating, if gradients are cast back.
+        """The dtype to cast inputs to before differentiating; gradients are cast back.
 
-        It is the same, bit for bit, as a cast inside the differentiated function, whose
-        derivative is the cast back, and JAX need not differentiate and transpose a cast
-        of every leaf. Only masters that sum gradients need it inside.
+        It is bit-identical to a cast inside the differentiated function, whose
+        derivative is the cast back, and saves differentiating and transposing a cast of
+        every leaf. Only masters that sum gradients need the cast inside.
         """
         return self.compute if self.accumulate_dtype is None else None
 
 
 class Differentiated(NamedTuple):
-    """What differentiating the scaled loss gives.
+    """The results of differentiating the scaled loss.
 
     Attributes:
         scaled: The scaled loss, float32 at least.
-        loss: The unscaled one.
-        aux: As the function returned it.
-        grads: The scaled gradients, one for each of `problem.argnums`, in the dtypes
-            that they were computed in; `as_weights` casts them.
-        amaxes: The amaxes that the recipes in the function saw, by slot.
+        loss: The unscaled loss.
+        aux: The function's second result.
+        grads: The scaled gradients, one for each of `problem.argnums`, in the dtypes in
+            which they were computed; `as_weights` casts them.
+        amaxes: The amaxes of the recipes in the function, by slot.
     """
 
     scaled: LossScalar
@@ -120,24 +120,25 @@ def called(
     scaling: AbstractLossScaling,
     differentiate: Callable[[Problem], Result],
 ) -> tuple[Problem, Result]:
-    """Differentiates a problem as its function turns out to need it.
+    """Differentiates a problem, adapted to the recipes in its function.
 
-    Where the function meets an ambient recipe, in a layer of `mpx.nn`, its precision is
-    that of the layers: inputs are not cast by default. For a recipe with a state it is
-    traced by autocast, so that the weights are known.
+    If the function reaches an ambient recipe, in a layer of `mpx.nn`, its precision is
+    that of the layers: inputs are not cast by default. For a recipe with a state,
+    autocast traces the function, to find the weights.
 
-    Float16 without loss scaling gets a warning.
+    Warns of float16 without loss scaling.
 
     Args:
         problem: The problem.
         scaling: The loss scaling.
-        differentiate: What is to be done with it.
+        differentiate: Differentiates a problem.
 
     Returns:
-        The problem as it was differentiated, and the result.
+        The adapted problem, and the result.
 
     Raises:
-        ValueError: A recipe of the function has a state that `scaling` does not hold.
+        ValueError: A recipe of the function has a state that `scaling` does not
+            contain.
     """
     with noting_float16() as notes:
         try:
@@ -176,38 +177,31 @@ def scaled_value_and_grad(
     args: PyTree,
     kwargs: PyTree,
 ) -> Differentiated:
-    """Differentiates the scaled loss.
-
-    Args:
-        problem: What is to be differentiated.
-        scaling: The loss scaling.
-        args: The arguments.
-        kwargs: The keyword arguments.
-    """
+    """Differentiates the scaled loss."""
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
     recipes = () if settings is None else settings.recipes
     scale = None if scaling._is_one else scaling.loss_scale
     given = dict(wire=problem.wire, step=None, gives_step=True)
-    # One context for forward and backward pass, which share what JAX has traced.
+    # One context for forward and backward pass, which share cached traces.
     if not (recipes and is_random(recipes)):
         with with_ambient(**given, gives_scale=scale is not None):
             try:
                 return differentiate(None, contextlib.nullcontext)
-            except StepAsked:  # by a recipe or a rule that was not to be seen
+            except StepAsked:  # by a recipe or a rule inside, not in `recipes`
                 pass
     with with_ambient(**given, gives_scale=False):
         return at_step(scaling.record.steps, functools.partial(differentiate, scale))
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
-    """The problem as several devices share it, if the program shows that there are.
+    """Returns the problem with dtypes of communication, if there are several devices.
 
-    By default sums over devices are float32. In the explicit style the weights are cast
-    before the function runs, so that what it does with them would be summed in half
-    precision: the casts stand at each use then. Not in `shard_map` without
-    `check_vma`, where the sum is the caller's own.
+    By default sums over devices are float32. The explicit style casts weights before
+    the function runs, so their gradients would be summed in half precision: the casts
+    are then moved to each use. In `shard_map` without `check_vma` the caller sums, so
+    nothing changes.
     """
     wire = problem.wire
     if wire is not None and wire.is_alone:
@@ -245,13 +239,13 @@ def _differentiated(
     weights, fixed = eqx.partition(weights, is_trainable)
     outside = weights
     if problem.accumulate_dtype is not None:
-        # A sum may be beyond the range of weights in half precision.
+        # A sum may exceed the range of half-precision weights.
         weights = jax.tree.map(
             lambda w: cast_leaf(w, full_precision_of(w.dtype)), weights
         )
 
-    # JAX records the call stack at every operation of the user's function, which costs
-    # time for each frame: between here and there are as few as possible.
+    # JAX records the call stack at each of the user's operations, at a cost per frame,
+    # so there are as few frames as possible between here and the function.
     def scaled_loss(weights: PyTree, tokens: PyTree, scale: PyTree) -> PyTree:
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
@@ -273,8 +267,8 @@ def _differentiated(
             return scaling.scale(loss), (loss, aux)
 
     tokens, provide = scaling._tokens(), scaling._provide
-    # By the scales of recipes, too, whose derivative is the amaxes (`_recipe_state`),
-    # and by the loss scale, so that rules know whose derivative they are a part of.
+    # Also by the scales of recipes, whose derivative is the amaxes (`_recipe_state`),
+    # and by the loss scale, so that rules detect the derivative that they are part of.
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
     (scaled, (loss, aux)), (grads, amaxes, _) = differentiate(weights, tokens, scale)
     return Differentiated(scaled, loss, aux, grads, amaxes)
@@ -282,10 +276,10 @@ def _differentiated(
 
 @jax.custom_vjp
 def _computed_first(loss: Array) -> Array:
-    """A loss that is there before the backward pass begins.
+    """Returns a loss that is computed before the backward pass begins.
 
-    Nothing needs it until the step is over. XLA (jaxlib 0.10.2, 2026-11) computes it
-    then, and keeps what it is computed from, the logits, for the whole backward pass.
+    The loss is not read until the end of the step. XLA (jaxlib 0.10.2, 2026-11) would
+    compute it then, and keep its inputs, the logits, for the whole backward pass.
     """
     return loss
 
@@ -304,12 +298,12 @@ _computed_first.defvjp(_keep_loss, _begin)
 def as_weights(
     problem: Problem, grads: tuple[PyTree, ...], args: PyTree
 ) -> tuple[PyTree, ...]:
-    """Gradients in the dtypes of the weights, which are among the arguments."""
+    """Casts gradients to the dtypes of the weights, which are among the arguments."""
     if problem.casts_before is None:
         return grads
 
     def cast(grad: AnyArray | None, weight: AnyArray) -> AnyArray | None:
-        # Sums over devices are float32, also of weights that are not.
+        # Sums over devices are float32, also for half-precision weights.
         is_wider = grad is None or grad.dtype.itemsize > weight.dtype.itemsize
         return grad if is_wider else cast_leaf(grad, weight.dtype)
 
@@ -324,13 +318,13 @@ def as_weights(
 def _call_with_masters(
     problem: Problem, args: PyTree, kwargs: PyTree, declared: PyTree
 ) -> PyTree:
-    """Calls the function with inputs that are cast, weights at each of their uses.
+    """Calls the function with cast inputs; weights are cast at each use.
 
     Args:
         problem: The problem.
         args: The arguments, with weights in full precision.
         kwargs: The keyword arguments.
-        declared: The arguments in the dtypes that the function is given.
+        declared: The arguments in the dtypes for the function.
     """
     given = jax.tree.map(
         lambda x, like: cast_leaf(x, like.dtype) if is_float_leaf(like) else x,
@@ -376,7 +370,7 @@ def _loss(problem: Problem, value: object) -> Array:
 
 
 def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
-    """The error of a function that returns something else than a loss."""
+    """Returns the error for a result that is not a loss."""
     call = f"The function passed to {problem.call}"
     if is_array and jnp.issubdtype(value.dtype, jnp.floating):
         reduce = "in full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)"

@@ -1,4 +1,4 @@
-"""`init_scaling`: the state of a training step that a function's precision needs."""
+"""`init_scaling` creates the state of a training step; `inference` only reads it."""
 
 from collections.abc import Callable
 
@@ -88,7 +88,7 @@ def init_scaling(
     if settings is not None:
         compute = settings.dtype if settings.is_enabled else None
     elif found.calls or found.is_switched_off:
-        compute = None  # autocast functions in it want their inputs as they are
+        compute = None  # autocast functions inside take uncast inputs
     needs_scaling = compute == np.float16 or _computes_in_float16(jaxpr)
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
     if not found.quantized:
@@ -99,7 +99,7 @@ def init_scaling(
 
 
 def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
-    """What the gradient functions cast inputs to."""
+    """Returns the dtype that the gradient functions cast inputs to."""
     call = "`policy` of `mpx.init_scaling`"
     if policy is None:
         return np.dtype(half_precision_datatype())
@@ -119,7 +119,7 @@ def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
 
 
 def _refuse_repetition(jaxpr: ClosedJaxpr, calls: int) -> None:
-    """Raises where JAX would add up the amaxes of calls that were traced once.
+    """Raises if JAX would sum the amaxes of calls that were traced once.
 
     These are calls in a loop, and several calls of one jitted function.
     """
@@ -141,13 +141,13 @@ def _refuse_repetition(jaxpr: ClosedJaxpr, calls: int) -> None:
 
 
 def _loops_around_calls(jaxpr: Jaxpr, known: dict[int, list[str]]) -> list[str]:
-    """For each call of a function that autocast made: its innermost loop, or "".
+    """Returns the innermost loop, or "", for each call of an autocast function.
 
     Args:
         jaxpr: The program with the calls.
-        known: The answers for programs within, each asked once, by their `id`.
+        known: The results for nested programs by `id`, each computed once.
     """
-    # The outermost program holds those within it, so ids stay apart.
+    # The outermost program keeps all nested ones alive, so ids stay unique.
     if id(jaxpr) not in known:
         found: list[str] = []
         for equation in jaxpr.eqns:
@@ -165,7 +165,7 @@ def _loops_around_calls(jaxpr: Jaxpr, known: dict[int, list[str]]) -> list[str]:
 def _traced(
     func: Callable[..., PyTree], args: PyTree, kwargs: PyTree
 ) -> tuple[StateRequests, ClosedJaxpr]:
-    """What a function asks for, and its program."""
+    """Returns the state that a function requests, and its program."""
     call = Call(func, args, kwargs, is_array_or_type)
     with collecting_requests() as found:
         return found, jax.make_jaxpr(call)(*call.arrays)
@@ -179,8 +179,7 @@ def _computes_in_float16(jaxpr: ClosedJaxpr) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------
-# `inference`: a function computed as in the training, whose state stays as it is.
+# --- Inference: the forward pass of the training, without updating the state ----------
 
 _CALL = "`mpx.inference`"
 

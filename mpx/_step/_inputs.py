@@ -1,4 +1,4 @@
-"""Inputs of a gradient function: which leaves are cast, and what is refused."""
+"""Inputs of a gradient function: casts, and errors for invalid ones."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ from .._loss_scaling import AbstractLossScaling, refuse_arithmetic
 from .._nnx_graph import is_nnx_module
 from .._settings import cast_leaf
 
-# Names under which frameworks keep running statistics: Flax's collection, and the
-# moving averages of Haiku's BatchNorm (`batch_norm/~/mean_ema`).
+# Names of running statistics in frameworks: Flax's collection, and the moving averages
+# of Haiku's BatchNorm (`batch_norm/~/mean_ema`).
 _STATISTICS = ("batch_stats", "mean_ema", "var_ema")
 
 
@@ -28,11 +28,11 @@ def cast_inputs(
     dtype: np.dtype,
     keep: LeafPredicate | None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Casts float leaves but model state and what `keep` names.
+    """Casts float leaves except model state and leaves that `keep` selects.
 
-    Running statistics in half precision drift: a momentum of 0.999 is no step at all
-    in bfloat16. So Equinox's `State`, Flax's `batch_stats` and Haiku's moving averages
-    always stay.
+    Running statistics drift in half precision: with a momentum of 0.999, an update
+    changes nothing in bfloat16. So Equinox's `State`, Flax's `batch_stats` and Haiku's
+    moving averages are never cast.
     """
 
     def cast(path: KeyPath, leaf: object) -> PyTree:
@@ -42,14 +42,14 @@ def cast_inputs(
             return leaf
         return cast_leaf(leaf, dtype)
 
-    # One tree for all: the first key tells which of the three it is.
+    # One tree for all: the first key of a path is its index among the three.
     return jax.tree_util.tree_map_with_path(
         cast, (args, kwargs, func), is_leaf=keeps_dtypes
     )
 
 
 def input_path(path: KeyPath) -> str:
-    """Writes a path into `(args, kwargs, func)`: `args[0].layers[1].weight`."""
+    """Formats a path into `(args, kwargs, func)`: `args[0].layers[1].weight`."""
     root = ("args", "kwargs", "func")[path[0].idx]
     return root + jax.tree_util.keystr(path[1:])
 
@@ -60,7 +60,7 @@ def _is_statistic(path: KeyPath) -> bool:
 
 
 def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
-    """Raises unless `scaling` is a loss scaling, or None where nothing is scaled."""
+    """Raises unless `scaling` is a loss scaling, or None without mixed precision."""
     if isinstance(scaling, AbstractLossScaling):
         _refuse_other_form(scaling, call)
         return
@@ -69,13 +69,13 @@ def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
 
 
 def _no_scaling(scaling: object, call: str) -> TypeError:
-    """The error of what is no loss scaling."""
+    """Returns the error for an object that is not a loss scaling."""
     remedy = (
         "Make one: "
         "`mpx.DynamicLossScaling()` for float16, `mpx.NoLossScaling()` for bfloat16, "
         "`mpx.StaticLossScaling(number)` for a fixed scale."
     )
-    if isinstance(scaling, Mapping | list | tuple):  # of a checkpoint
+    if isinstance(scaling, Mapping | list | tuple):  # from a checkpoint
         remedy = (
             "Was it restored without a template? Restore it with one, such as "
             "`StandardRestore(jax.eval_shape(lambda: scaling))`, or read a state "
@@ -87,7 +87,7 @@ def _no_scaling(scaling: object, call: str) -> TypeError:
 
 
 def _refuse_other_form(scaling: AbstractLossScaling, call: str) -> None:
-    """Raises for several states at once, and for a scale in another dtype."""
+    """Raises for several stacked states, and for a scale in another dtype."""
     if jnp.ndim(scaling.record.steps):
         raise ValueError(
             f"`scaling` of {call} must be one state; got several, stacked as "
@@ -104,7 +104,7 @@ def _refuse_other_form(scaling: AbstractLossScaling, call: str) -> None:
 
 
 def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> None:
-    """Raises where the state would be built into a compiled function as a constant.
+    """Raises if the state would become a constant of a compiled function.
 
     Every call would start from the same scale and the same counters.
     """
@@ -121,21 +121,21 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
 
 
 def is_frozen(leaf: AnyArray) -> bool:
-    """Whether a number is being baked into a program that JAX is tracing.
+    """Returns whether a number would become a constant of the program being traced.
 
-    It is where it is no tracer itself, and an operation on it gives one.
+    This is so if it is not a tracer, and an operation on it returns a tracer.
     """
     if isinstance(leaf, Tracer):
         return False
     return isinstance(jax.lax.add(leaf, np.int32(0)), Tracer)
 
 
-# The counterparts in `mpx.nnx` of what inspects a loss.
+# Functions that inspect a loss and have a counterpart in `mpx.nnx`.
 _INSPECTS = ("`mpx.blame`", "`mpx.compare`")
 
 
 def refuse_nnx(trees: PyTree, call: str) -> None:
-    """Raises where a Flax NNX module would lose its in-place updates in silence."""
+    """Raises if a Flax NNX module would silently lose its in-place updates."""
     for leaf in jax.tree.leaves(trees, is_leaf=is_nnx_module):
         if is_nnx_module(leaf):
             remedy = _SPLIT
@@ -175,7 +175,7 @@ def refuse_half_masters(args: PyTree, argnums: tuple[int, ...], call: str) -> No
 
 
 def refuse_no_weights(weights: PyTree, call: str) -> None:
-    """Raises where there is nothing to differentiate."""
+    """Raises if there is nothing to differentiate."""
     if not any(is_trainable(leaf) for leaf in jax.tree.leaves(weights)):
         raise ValueError(
             f"{call} found no floating JAX array to differentiate. The first argument "
@@ -187,7 +187,7 @@ def refuse_no_weights(weights: PyTree, call: str) -> None:
 def as_floating(
     args: tuple[PyTree, ...], argnums: tuple[int, ...], call: str
 ) -> tuple[PyTree, ...]:
-    """Makes arrays of what is differentiated: real or complex floating numbers."""
+    """Converts differentiated arguments to arrays of real or complex numbers."""
 
     def convert(path: KeyPath, leaf: object) -> PyTree:
         kinds = float | complex | jax.Array | np.ndarray | np.generic

@@ -1,9 +1,9 @@
-"""The end of a training step: update the weights, or leave everything as it was.
+"""The end of a training step: updates the weights, or leaves everything unchanged.
 
 A skipped step leaves the weights and the whole state of the optimizer bit-identical:
-moments, counts, schedules. It is done by select, not by `lax.cond` (which costs memory
-traffic) and not by adding zero (which turns -0.0 into 0.0). Optax is never imported:
-an optimizer is whatever has `init` and `update`.
+moments, counts, schedules. This uses select, not `lax.cond` (which costs memory
+traffic), and does not add zero (which turns -0.0 into 0.0). Optax is never imported: an
+optimizer is any object with `init` and `update`.
 """
 
 import functools
@@ -237,7 +237,7 @@ def skip_nonfinite(optimizer: Any) -> Transformation:
         params: PyTree | None = None,
         **extra_args: PyTree,
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        always = jnp.asarray(True)  # of the loss, and of what else a step may look at
+        always = jnp.asarray(True)  # for the loss and the additional checks of a step
         flags = stack([always, *finite_by_leaf(updates), always])
         finite = jnp.all(flags)
         new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
@@ -259,7 +259,7 @@ def _update(
     grads: PyTree,
     extra_args: dict[str, PyTree],
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """The updates, and the model and the state with them applied."""
+    """Returns the updates, and the model and the state with them applied."""
     refuse_optimizer(optimizer, call)
     if not any(eqx.is_array_like(g) for g in jax.tree.leaves(grads)):
         raise ValueError(
@@ -287,10 +287,10 @@ def _update(
 def _refuse_other_state(
     optimizer: Any, state: PyTree, params: PyTree, call: str
 ) -> None:
-    """Raises where a state is not what the optimizer makes for these weights."""
+    """Raises if a state does not match the one that the optimizer makes for weights."""
     try:
         own = jax.eval_shape(optimizer.init, params)
-    except Exception:  # of which the first error tells more
+    except Exception:  # the first error is more informative
         return
     wanted, given = (
         {path: getattr(leaf, "shape", ()) for path, leaf in leaves_with_paths(tree)}
@@ -305,13 +305,13 @@ def _refuse_other_state(
 
 
 def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
-    """The new state of an optimizer in the dtypes of the one before.
+    """Casts an optimizer's new state to the dtypes of the state before.
 
-    Gradients are float32 for weights of half precision, too, and would make moments
-    that began like the weights float32 at the first step.
+    Gradients are float32 also for half-precision weights, and would make moments that
+    began in the weights' dtype float32 at the first step.
     """
     if jax.tree.structure(before) != jax.tree.structure(after):
-        return after  # an error of which others tell more
+        return after  # another check raises with more details
 
     def cast(path: KeyPath, old: PyTree, new: PyTree) -> PyTree:
         if isinstance(new, jax.Array) and _is_of_the_host(old):
@@ -329,7 +329,7 @@ def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
 
 
 def _is_of_the_host(leaf: object) -> bool:
-    """Whether a leaf is a number of Python, or one in a dtype that JAX has not."""
+    """Returns whether a leaf is a Python number, or of a dtype that JAX lacks."""
     if isinstance(leaf, np.ndarray | np.generic):
         return jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
     return isinstance(leaf, bool | int | float | complex)
@@ -344,7 +344,7 @@ def _applied(update: PyTree, weight: PyTree) -> PyTree:
 
 
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
-    """The weights that have a gradient, None for the others, as optimizers want it."""
+    """Returns the weights with a gradient, and None for the others, for optimizers."""
 
     def choose(path: KeyPath, grad: PyTree, weight: PyTree) -> PyTree:
         if grad is None:
@@ -385,7 +385,7 @@ def _is_trained(leaf: object) -> bool:
 
 
 def _one_for_each_weight(updates: PyTree) -> PyTree:
-    """Updates as one leaf for each gradient: a stored weight has several arrays."""
+    """Returns updates as one leaf per gradient: a stored weight has several arrays."""
 
     def one(update: PyTree) -> PyTree:
         return update.quantized.payload if is_stored(update) else update
@@ -398,7 +398,7 @@ def _is_none(leaf: object) -> bool:
 
 
 def _places(result: GradientResult, grads: PyTree) -> PyTree:
-    """Which of loss, gradients and optimizer state are finite, so far."""
+    """Returns whether the loss, each gradient and the rest are finite so far."""
     flags = result._flags
     return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
 
@@ -408,7 +408,7 @@ def _joined(flags: AnyArray, by_leaf: list[AnyArray], rest: BoolScalar) -> AnyAr
 
 
 def _stays_finite(before: PyTree, after: PyTree) -> BoolScalar:
-    """Whether no number of the state became NaN or infinite; some start infinite."""
+    """Returns whether no number of the state became non-finite; some start infinite."""
     flags = [
         jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
         for old, new in zip(
@@ -427,7 +427,7 @@ def _norm_is_finite(grads: PyTree) -> BoolScalar:
 def _with_limit(
     scaling: AbstractLossScaling, before: AbstractLossScaling, limit: int
 ) -> AbstractLossScaling:
-    """Halts past the limit; a halted state stays as it was when that happened."""
+    """Halts past the limit; a halted state never changes again."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)
     limited = scaling._with_record(replaced(record, halted=halted))
@@ -435,7 +435,7 @@ def _with_limit(
 
 
 def refuse_optimizer(optimizer: object, call: str) -> None:
-    """Raises for what is no Optax transformation."""
+    """Raises for an object that is not an Optax transformation."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"{call} needs an Optax transformation (with `init` and `update`); got "
@@ -443,19 +443,13 @@ def refuse_optimizer(optimizer: object, call: str) -> None:
         )
 
 
-# ----------------------------------------------------------------------------
-# Whether a step was skipped by a transformation inside of another one.
+# --- Steps skipped inside a transformation --------------------------------------------
 
 
 def was_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
-    """Whether a `skip_nonfinite` inside of a transformation has skipped a step.
+    """Returns whether a `skip_nonfinite` inside a transformation has skipped a step.
 
-    Args:
-        before: The state before the step.
-        after: The state after it.
-
-    Returns:
-        A boolean; None if there is none inside.
+    Compares the states before and after the step; None without a `skip_nonfinite`.
     """
     records = [
         [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]

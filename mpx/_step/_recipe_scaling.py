@@ -2,8 +2,8 @@
 
 The state of delayed scaling is a history of amaxes and a scale for each of input,
 weight and gradient of each *slot*: a weight, in one way of using it. Slots of a weight
-that a scan cuts into layers are stacked. All slots with the same recipe stand in one
-array, so that one update serves them all, however many layers there are.
+that a scan cuts into layers are stacked. All slots with the same recipe are stored in
+one array, so one update is enough for any number of layers.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class RecipeScaling(AbstractLossScaling):
 
     loss: AbstractLossScaling
     scales: tuple[DelayedScales, ...]
-    # Of each recipe another number of slots.
+    # Each recipe has a different number of slots.
     amaxes: tuple[Float32[Array, "_ 3"], ...]
     calls: int = eqx.field(static=True)
     quantized: tuple[SlotName, ...] = eqx.field(static=True)
@@ -63,7 +63,7 @@ class RecipeScaling(AbstractLossScaling):
 
     @classmethod
     def _new(cls, loss: AbstractLossScaling, found: StateRequests) -> Self:
-        """The state before the first step, of what a function asks for."""
+        """Creates the state before the first step from a function's requests."""
         by_recipe: dict[AbstractRecipe, dict[SlotName, Request]] = {}
         for name, request in found.requests.items():
             by_recipe.setdefault(request.recipe, {})[name] = request
@@ -74,7 +74,7 @@ class RecipeScaling(AbstractLossScaling):
         )
         uses, shapes = tuple(found.quantized), tuple(found.shapes.items())
         fields = loss, scales, _nothing(scales), found.calls, uses, shapes
-        # For a checker the record is a field, too.
+        # Type checkers take `record` for a field.
         return cls(*fields)  # pyright: ignore[reportCallIssue]
 
     @property
@@ -101,7 +101,7 @@ class RecipeScaling(AbstractLossScaling):
         loss = self.loss.adjust(
             grads_finite, places_finite=places_finite, loss_finite=loss_finite
         )
-        # The histories, too: the amaxes of a bad step may be infinite.
+        # Select the histories, too: amaxes of a non-finite step may be infinite.
         good = jnp.asarray(grads_finite)
         scales = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),
@@ -159,7 +159,7 @@ class RecipeScaling(AbstractLossScaling):
         for state in self.scales:
             state.validate("`mpx.quantization.RecipeScaling`")
 
-    # --- Keeping it -------------------------------------------------------------------
+    # --- Saving and restoring ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the loss scaling's fields, and each slot's scale and history by name.
@@ -216,10 +216,10 @@ class RecipeScaling(AbstractLossScaling):
             "load the dictionary: `mpx.init_scaling(func, ...).with_state(state)`."
         )
 
-    # As of any module: by its fields, since a template is that of a program.
+    # Pickle by fields, as any module: there is no template without a program.
     __reduce__ = object.__reduce__
 
-    # --- How a step uses it -----------------------------------------------------------
+    # --- Use by a step ----------------------------------------------------------------
 
     def _tokens(self) -> dict[SlotName, Array]:
         return {
@@ -258,7 +258,7 @@ class RecipeScaling(AbstractLossScaling):
 
     @property
     def _is_new(self) -> bool:
-        """Whether it is known that no step has been seen, and that scales are 1."""
+        """Whether the state is known to be before its first step, with scales of 1."""
         return any(state.is_new for state in self.scales)
 
     @property
@@ -266,7 +266,7 @@ class RecipeScaling(AbstractLossScaling):
         return {state.recipe for state in self.scales}
 
     def _refuse_another_function(self, provision: ProvidedState) -> None:
-        """Raises where a function was called that has no use for the state."""
+        """Raises if the called function does not use the state."""
         if provision.is_switched_off:
             return
         unused = [f"`{brief(recipe)}`" for recipe in self._made_for - provision.used]
@@ -297,7 +297,7 @@ class RecipeScaling(AbstractLossScaling):
             )
 
     def _refuse_another_recipe(self, provision: ProvidedState) -> None:
-        """Raises where a function was called that quantizes by other recipes."""
+        """Raises if the called function quantizes by other recipes."""
         if not (provision.used or provision.has_recipe or provision.is_switched_off):
             what = "has no recipe" if provision.taken else "is not an autocast function"
             raise ValueError(
@@ -325,5 +325,5 @@ class RecipeScaling(AbstractLossScaling):
 
 
 def _nothing(scales: tuple[DelayedScales, ...]) -> tuple[Array, ...]:
-    """Amaxes of which nothing is known."""
+    """Returns amaxes of zero, which mean "unknown"."""
     return tuple(jnp.zeros_like(state.scale) for state in scales)

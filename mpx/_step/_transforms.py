@@ -1,4 +1,4 @@
-"""The public gradient functions."""
+"""The public gradient functions, and their options."""
 
 import contextlib
 import dataclasses
@@ -33,8 +33,7 @@ from ._accumulate import Accumulation
 from ._attempt import GradientResult, attempt, retried
 from ._engine import Problem, as_weights, called, scaled_value_and_grad
 
-# ----------------------------------------------------------------------------
-# What a gradient function is asked for: options read, and wrong ones refused.
+# --- Options of gradient functions ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Reads them from the arguments of a gradient function: its `locals()`.
+        """Reads the options from a gradient function's arguments, its `locals()`.
 
         Each function lists its options itself, so that `help`, editors and the
         documentation show them.
@@ -88,8 +87,8 @@ def problem_builder(
         _refuse_casts(options, policy, settings_of(func), call)
 
     def build(count: int) -> Problem:
-        """The problem for a call with `count` positional arguments."""
-        # Asked for at each call: what is ambient may have changed.
+        """Returns the problem for a call with `count` positional arguments."""
+        # Read at each call, because ambient settings may have changed.
         settings, compute, half = settings_of(func), None, None
         positions = positions_in_call(argnums, count, call)
         if options.use_mixed_precision and settings is None:
@@ -122,7 +121,7 @@ def problem_builder(
 
 
 def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function as it would be without autocast and recipes."""
+    """Returns the function without autocast and recipes."""
 
     @functools.wraps(func)
     def control(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -135,9 +134,9 @@ def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _refuse_other_weights(
     func: Any, settings: Settings, argnums: tuple[int, ...], call: str
 ) -> None:
-    """Raises where what is differentiated is none of what a recipe takes for weights.
+    """Raises if none of the differentiated arguments are weights of the recipe.
 
-    The default is the first argument, which may as well be the batch.
+    By default the weights are the first argument, which may be the batch.
     """
     mark: Mark | None = getattr(func, MARK, None)
     if mark is None or mark.has_explicit_weights or not settings.recipes:
@@ -155,10 +154,10 @@ def _refuse_other_weights(
 def _refuse_casts(
     options: Options, policy: Policy | None, settings: Any, call: str
 ) -> None:
-    """Raises for options that say how inputs are cast, where none are.
+    """Raises for options about casts of inputs, if an autocast function casts.
 
-    A policy that says what travels and what comes back is welcome, if it means the
-    precision that autocast computes in.
+    A policy for communication and gradient dtypes is allowed if its compute dtype is
+    the autocast function's.
     """
     if policy is not None and (policy._wire or policy._grad_dtype is not None):
         if settings.is_enabled and policy.compute_dtype != settings.dtype:
@@ -192,7 +191,7 @@ def positions_of(argnums: Any, call: str) -> tuple[int, ...]:
 def positions_in_call(
     argnums: tuple[int, ...], count: int, call: str
 ) -> tuple[int, ...]:
-    """The positions in a call with `count` arguments, counted from the front."""
+    """Returns the non-negative positions in a call with `count` arguments."""
     if any(not -count <= i < count for i in argnums):
         raise TypeError(
             f"{call} differentiates positional arguments {argnums}; the function "
@@ -215,7 +214,7 @@ def check_call(
     kwargs: dict[str, PyTree],
     options: Options,
 ) -> None:
-    """Refuses what can be wrong about the arguments of a call."""
+    """Raises for invalid arguments of a call."""
     call = problem.call
     if "flax.nnx" in sys.modules:
         _inputs.refuse_nnx((args, kwargs), call)
@@ -234,7 +233,7 @@ def used_scaling(
     return NoLossScaling()
 
 
-# ----------------------------------------------------------------------------
+# --- Gradient functions ---------------------------------------------------------------
 
 
 def filter_grad(
@@ -455,12 +454,12 @@ def calculate_scaled_grad(
     return wrapper
 
 
-# As nearly every step has it: read once.
+# Nearly every step has one batch: create its settings once.
 _ONE_BATCH = Accumulation(1)
 
 
 def _without_stored(given: PyTree) -> tuple[PyTree, Payloads]:
-    """Arguments with arrays for weights in 8 bits, and what those arrays stand for."""
+    """Replaces weights stored in 8 bits by arrays, and returns their payloads."""
     leaves = jax.tree.leaves(given, is_leaf=_is_stored)
     return dequantized(given) if any(map(_is_stored, leaves)) else (given, {})
 

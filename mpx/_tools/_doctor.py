@@ -1,8 +1,8 @@
-"""What `python -m mpx doctor` says: versions, devices, precisions, what is in the way.
+"""`python -m mpx doctor`: versions, devices, fast precisions, and problems.
 
-Which precision is fast is taken from what a device is, not measured: the generation
-that the units of a format came with. Emulated means that the same numbers are computed
-by other units, without being faster.
+Whether a precision is fast follows from the kind of device, not from a measurement: the
+generation that introduced hardware for the format. Emulated means that other hardware
+computes the same results, without being faster.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ _CLIENTS = ("optax", "flax", "dm-haiku", "keras", "orbax-checkpoint", "qwix")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 _PUBLISHED = "mixed-precision-for-JAX"
 
-# Of CUDA's compute capabilities: products in float16 came with Volta, in bfloat16 with
-# Ampere (CUDA C++ Programming Guide, "Arithmetic instructions").
+# CUDA compute capabilities: matmuls in float16 came with Volta, in bfloat16 with Ampere
+# (CUDA C++ Programming Guide, "Arithmetic instructions").
 _FLOAT16, _BFLOAT16 = (7, 0), (8, 0)
 _OF_A_CPU = (1, 0)  # AMX, or AVX512-BF16 of AMD: `_quantize/_formats/_target.py`
-# Since these, XLA's compiler for CPUs sums some bfloat16 products in bfloat16, of those
-# that autocast does not emit: docs/numerics.md, "On a CPU".
+# Since this version XLA's compiler for CPUs sums some bfloat16 matmuls in bfloat16, of
+# those that autocast does not emit: docs/numerics.md, "On a CPU".
 _SUMS_IN_BFLOAT16 = (0, 11)
 _FLAG = "xla_cpu_experimental_ynn_fusion_type="
 
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """Whether a device has units for a precision.
+    """Whether a device has hardware for a precision.
 
     Attributes:
-        name: Of the precision.
-        is_fast: Whether there are units; None where mpx does not know the device.
-        call: How to ask for it.
+        name: The name of the precision.
+        is_fast: Whether there is hardware; None if mpx does not know the device.
+        call: The code that uses it.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Support:
 
 
 def precisions(target: Target) -> tuple[Support, ...]:
-    """Which precisions a device has units for."""
+    """Returns which precisions a device has hardware for."""
     cuda = target.platform == "cuda"
     known = target.platform in ("cpu", "cuda", "tpu")
     units = {
@@ -72,10 +72,10 @@ def precisions(target: Target) -> tuple[Support, ...]:
 
 
 def text() -> str:
-    """The whole of what is found, for a terminal of 80 columns."""
+    """Returns the whole report, for a terminal of 80 columns."""
     try:
         devices, trouble = jax.devices(), ""
-    except RuntimeError as error:  # of a plugin that does not start, say
+    except RuntimeError as error:  # such as a plugin that does not start
         devices, trouble = [], str(error)
     lines = [f"Python {platform.python_version()}, {_versions(('mpx-jax',))}"]
     lines += [f"  {_versions(_PACKAGES)}"]
@@ -98,7 +98,7 @@ def text() -> str:
 
 
 def find_problems(devices: Sequence[Any]) -> list[str]:
-    """What keeps mpx or the devices from being used as they should be."""
+    """Returns the obstacles to correct use of mpx or of the devices."""
     found: list[str] = []
     if published := _version(_PUBLISHED):
         found.append(

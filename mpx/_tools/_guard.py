@@ -1,8 +1,8 @@
-"""Looking at a state before it is saved: a checkpoint must not be poisoned.
+"""Checks of a state before it is saved: no checkpoint may be poisoned.
 
-A step that is skipped leaves weights and optimizer as they were. What is poisoned all
-the same (a step without a check, a layer that writes statistics, a file that was read
-wrong) is found when it is about to replace the last good checkpoint.
+Skipped steps leave weights and optimizer unchanged. A state that is poisoned anyway (a
+step without a check, a layer that writes statistics, a file that was read wrongly) is
+found before it replaces the last good checkpoint.
 """
 
 import functools
@@ -86,7 +86,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     allowed = read_texts(allow, must, may_be_empty=True)
 
     def is_allowed(path: str) -> bool:
-        # An array that is the whole state has an empty path; "" is not to allow it.
+        # An array that is the whole state has an empty path; "" must not allow it.
         return any(matches(path, pattern) for pattern in allowed if pattern)
 
     found = list(leaves_with_paths(state))
@@ -109,7 +109,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     reasons = [f"Non-finite: {', '.join(shown)}{more}"] if bad else []
-    # Reading what is NaN as a history would say the same again.
+    # Checking a history with NaN would report the same again.
     reasons = reasons or _unreachable(state)
     if reasons:
         raise FloatingPointError(
@@ -125,15 +125,15 @@ def _is_value(leaf: object) -> bool:
     return isinstance(leaf, arrays | Number)
 
 
-# --- Not finite -----------------------------------------------------------------------
+# --- Non-finite values ----------------------------------------------------------------
 
 
 def _not_finite(leaves: Sequence[Any]) -> list[int]:
-    """The numbers of the leaves that hold NaN or infinities."""
+    """Returns the indices of the leaves with NaN or infinities."""
     groups: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
         groups.setdefault(_place(leaf), []).append(number)
-    # All programs run before the first result is waited for.
+    # Starts all programs before it waits for the first result.
     flags = [
         (numbers, _program(place)([_readable(leaves[i]) for i in numbers]))
         for place, numbers in groups.items()
@@ -147,9 +147,9 @@ def _not_finite(leaves: Sequence[Any]) -> list[int]:
 
 
 def _place(leaf: object) -> Any:
-    """What the arrays of one program share: a mesh, or a set of devices.
+    """Returns the mesh, or the set of devices, that arrays of one program share.
 
-    None for what is no JAX array with numbers that may be NaN.
+    None if the leaf is not a JAX array of a dtype that has NaN.
     """
     if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return None
@@ -160,7 +160,7 @@ def _place(leaf: object) -> Any:
 
 
 def _readable(leaf: jax.Array) -> jax.Array:
-    """The array where its devices can compute with it, not in the host's memory."""
+    """Returns the array in device memory instead of the host's."""
     kind = leaf.sharding.memory_kind
     if kind is None or not kind.endswith("_host") or jax.default_backend() == "cpu":
         return leaf
@@ -169,7 +169,7 @@ def _readable(leaf: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _program(place: Any) -> Callable[[list[Array]], Bool[Array, " n"]]:
-    """Says of each array whether it is finite, to every process."""
+    """Compiles a check that returns to every process whether each array is finite."""
     is_mesh = not isinstance(place, frozenset)
     everywhere = NamedSharding(place, PartitionSpec()) if is_mesh else None
     return jax.jit(_flags, out_shardings=everywhere)
@@ -186,7 +186,7 @@ def _count_text(leaf: Any) -> str:
 
 
 def _counts(leaf: Any) -> tuple[int, int]:
-    """How many numbers of a leaf are NaN, and how many infinite."""
+    """Returns how many values of a leaf are NaN, and how many are infinite."""
     if isinstance(leaf, Decimal):
         return int(leaf.is_nan()), int(leaf.is_infinite())
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex):
@@ -205,7 +205,7 @@ def _counts(leaf: Any) -> tuple[int, int]:
     return int(of.isnan(x).sum()), int(of.isinf(x).sum())
 
 
-# --- Not to be reached ----------------------------------------------------------------
+# --- Unreachable states ---------------------------------------------------------------
 
 
 _HALTED = [
@@ -215,7 +215,7 @@ _HALTED = [
 
 
 def _unreachable(state: object) -> list[str]:
-    """What is wrong with each loss scaling and each record of steps in a state."""
+    """Returns the errors of each loss scaling and record of steps in a state."""
 
     def is_ours(node: object) -> bool:
         return isinstance(node, AbstractLossScaling | StepRecord)

@@ -1,11 +1,46 @@
-"""What a report is written to: a page of HTML, a frame for a notebook, a file."""
+"""How reports are written: tables, pages of HTML, frames for notebooks, JSON, files."""
 
+import dataclasses
 import html
 import importlib.resources
+import json
+import math
 import os
 import string
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+
+def widths_of(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Returns the width of each column."""
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: Container[int]) -> list[str]:
+    """Returns the lines of a table.
+
+    Args:
+        rows: The cells, the head first; of equal numbers.
+        texts: The columns whose cells are at the left; numbers are at the right.
+    """
+    widths = widths_of(rows)
+
+    def cell(column: int, text: str) -> str:
+        size = widths[column]
+        return text.ljust(size) if column in texts else text.rjust(size)
+
+    return ["  ".join(cell(*pair) for pair in enumerate(row)).rstrip() for row in rows]
+
+
+def cut(text: str, width: int, end: bool = True, dots: str = "...") -> str:
+    """Shortens text at its end, or at its start if the end matters more."""
+    if len(text) <= width:
+        return text
+    kept = width - len(dots)
+    return text[:kept] + dots if end else dots + text[len(text) - kept :]
+
 
 _DOCUMENT = string.Template("""\
 <!doctype html>
@@ -31,7 +66,7 @@ def document(package: str, title: str, **parts: str) -> str:
         package: Has the folder `page`, in which `page.css` is the style and `page.html`
             the body, with `$title` and a `$name` for each of the parts.
         title: The title, as text.
-        **parts: What stands in the body, as HTML.
+        **parts: The contents of the body, as HTML.
     """
     files = importlib.resources.files(package) / "page"
     style, body = (
@@ -71,3 +106,67 @@ def save_as(
             f"{path.name!r}."
         )
     path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
+
+
+def to_json(report: Any, format: str, version: int, **changed: Any) -> str:
+    """Returns a report as JSON, with null for non-finite numbers.
+
+    Args:
+        report: A dataclass.
+        format: What the text says that it is.
+        version: Of the format.
+        **changed: Fields that are written otherwise than they are.
+    """
+    head = {"format": format, "version": version}
+    return json.dumps(_plain(head | dataclasses.asdict(report) | changed), indent=1)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a tree as JSON values: lists, and None for non-finite numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def from_json(
+    kind: type[Any], text: str, format: str, version: int, must: str, remedy: str = ""
+) -> Any:
+    """Returns the report that `to_json` wrote; infinities are restored.
+
+    Args:
+        kind: The dataclass.
+        text: The JSON.
+        format: What it must say that it is.
+        version: Which version it must be of.
+        must: What was called and what it needs, for the error.
+        remedy: What to do instead, for the error.
+
+    Raises:
+        ValueError: The text is of another format or version.
+    """
+    data: Any = json.loads(text)
+    found: Any = 0
+    if isinstance(data, dict):
+        found = (data.pop("format", None), data.pop("version", None))
+    if found != (format, version):
+        raise ValueError(
+            f"{must} that this version of mpx wrote (format {format!r}, version "
+            f"{version}); got {found}.{remedy}"
+        )
+    return _read(kind, data)
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Returns a value of a type from its JSON form."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: _read(hints[name], one) for name, one in value.items()})
+    parts = typing.get_args(kind)
+    if isinstance(value, list):
+        each = [parts[0]] * len(value) if parts[-1] is ... else parts
+        return tuple(map(_read, each, value))
+    if isinstance(value, dict):
+        return {parts[0](key): _read(parts[1], one) for key, one in value.items()}
+    return math.inf if kind is float and value is None else value

@@ -1,1 +1,1 @@
-"""Adapters: names and signatures of other packages, and Flax serialization."""
+"""Adapters: names of other packages (`jmp`, `jaxamp`) and `flax.serialization`."""

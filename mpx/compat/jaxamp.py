@@ -36,18 +36,17 @@ from .._program import PrimitiveClass, aval_of, properties
 from .._settings import Candidate, Precision, Rule, Rules
 from .._step import is_frozen, tried_again
 
-# ----------------------------------------------------------------------------
-# jaxamp's casting of operations by a policy, see `mpx.compat.jaxamp`.
+# --- Casting by a policy --------------------------------------------------------------
 #
 # A policy is a dictionary. Its keys are primitives (`jax.lax.dot_general_p`) and names
 # of scopes (`jax.named_scope`), its values are functions that cast the operands of one
-# operation. For each operation the outermost scope that stands in the policy counts,
-# then the primitive, then the key `"amp_default"`.
+# operation. For each operation the outermost scope in the policy applies, then the
+# primitive, then the key `"amp_default"`.
 #
-# Programs within the program (jit, scan, cond, remat, custom rules) are gone into,
-# unless the policy keeps them as they are: `{jax.lax.scan_p: use_original_precision}`.
-# What only moves data, and casts that the program asks for, run in whatever precision
-# they get.
+# Programs within the program (jit, scan, cond, remat, custom rules) are transformed,
+# too, unless the policy excludes them: `{jax.lax.scan_p: use_original_precision}`.
+# Operations that only move data, and casts that the program contains, run in the
+# precision of their operands.
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
 
@@ -162,13 +161,13 @@ def amp(
     if not callable(sentinal):
         raise TypeError(f"{call} needs a function; got {describe(sentinal)}.")
 
-    # Policy functions get the dtype that was given; autocast itself wants one of two.
+    # Policy functions get the user's dtype; autocast itself needs one of two.
     half = dtype if is_half(dtype) else np.dtype(jnp.float16)
     return autocast(sentinal, half, rules=_rules(amp_policy, dtype))
 
 
 def _rules(policy: Mapping[Any, PolicyFunction], dtype: object) -> Rules:
-    """One rule for all operations, and those that leave whole programs alone."""
+    """Returns one rule for all operations, and those that exclude whole programs."""
 
     def rewrite(
         candidate: Candidate, operands: list[AnyArray]
@@ -215,14 +214,13 @@ def _refuse_policy(policy: object, call: str) -> None:
             )
 
 
-# ----------------------------------------------------------------------------
-# jaxamp's dynamic loss scaling, see `mpx.compat.jaxamp`.
+# --- Dynamic loss scaling -------------------------------------------------------------
 #
-# The state is a tuple of five fields and goes through a keyword argument,
+# The state is a tuple of five fields and is passed by the keyword argument
 # `dynamic_scaler_state`. Timing is jaxamp's: the scale grows at the good step *after*
 # `patience` good ones, one step later than with `mpx.DynamicLossScaling`.
 
-_FRESH = object()  # stands for a default; None can be a leaf that a tree map returned
+_FRESH = object()  # marks a default: None may be a leaf that a tree map returned
 
 
 class _Fields(NamedTuple):
@@ -267,13 +265,12 @@ class DynamicScalerState(_Fields):
         count: object = _FRESH,
         total_resets: object = _FRESH,
     ) -> "DynamicScalerState":
-        """Makes the defaults and refuses values that no run can use."""
+        """Makes the defaults and raises for invalid values."""
         given = (patience, adjust_factor, scaler, count, total_resets)
         return super().__new__(cls, *map(_field, cls._fields, given))
 
 
-# Of each field the default, its dtype, and what it must be larger than; None: not
-# negative.
+# By field: the default, its dtype, and an exclusive lower bound; None allows 0.
 _FIELDS: dict[str, tuple[float, Any, int | None]] = {
     "patience": (2000, jnp.int32, None),
     "adjust_factor": (2.0, jnp.float32, 1),
@@ -284,11 +281,11 @@ _FIELDS: dict[str, tuple[float, Any, int | None]] = {
 
 
 def _field(name: str, value: object) -> object:
-    """A field as it was given, or its default."""
+    """Returns a field's given value, or its default."""
     default, dtype, least = _FIELDS[name]
     if value is _FRESH:
         return jnp.array(default, dtype)
-    # JAX puts placeholders into trees; only numbers are judged.
+    # JAX puts placeholders into trees; only numbers are checked.
     kinds = int | float | np.ndarray | np.generic | jax.Array
     if not isinstance(value, kinds) or isinstance(value, Tracer):
         return value
@@ -310,7 +307,7 @@ def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
 
 
 def default_scale_fn(result: PyTree, state: DynamicScalerState) -> PyTree:
-    """Multiplies a value, or that of a pair `(value, aux)`, by the scale.
+    """Multiplies a value, or the value of `(value, aux)`, by the scale.
 
     The product is in float32 at least: jaxamp's is in the value's own dtype, and a
     float16 loss above 2 overflows with the default scale.
@@ -440,7 +437,7 @@ def _scaled_transform(
     unscale: Callable[[PyTree, DynamicScalerState], tuple[PyTree, PyTree]],
     scale: Callable[[PyTree, DynamicScalerState], PyTree],
 ) -> Callable[..., PyTree]:
-    """`dynamic_scale_tx`; `unscale` also gives the part that must be finite."""
+    """Implements `dynamic_scale_tx`; `unscale` also returns the part to check."""
     if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer):
         raise TypeError(
             "`redo_on_nan` of `mpx.compat.jaxamp` must be a whole number; got "
@@ -481,7 +478,7 @@ def _scaled_transform(
 
 
 def _read(state: object) -> DynamicScalerState:
-    """The state as arrays, whatever numbers it was made of."""
+    """Returns the state as arrays, whatever numbers it was made of."""
     if not isinstance(state, DynamicScalerState):
         raise TypeError(
             "`dynamic_scaler_state` must be a `mpx.compat.jaxamp.DynamicScalerState`; "
@@ -503,7 +500,7 @@ def _read(state: object) -> DynamicScalerState:
 def _adjusted(state: DynamicScalerState, finite: BoolLike) -> DynamicScalerState:
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     limits = jnp.finfo(state.scaler.dtype)
-    # Its inverse, too, must be a normal number.
+    # The inverse of the scale must be a normal number, too.
     largest = min(2.0 ** np.floor(np.log2(float(limits.max))), 2.0**126)
     smallest = max(float(limits.smallest_normal), 2.0**-126)
     grows = state.count >= state.patience
@@ -517,8 +514,6 @@ def _adjusted(state: DynamicScalerState, finite: BoolLike) -> DynamicScalerState
         select(finite, state.total_resets, state.total_resets + 1),
     )
 
-
-# ----------------------------------------------------------------------------
 
 # The release of jaxamp whose names these are.
 __version__ = "0.0.4"

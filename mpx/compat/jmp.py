@@ -75,7 +75,7 @@ class Policy(_Policy):
             object.__setattr__(self, name, scalar_type)
 
     def __str__(self) -> str:
-        """JMP's short form, which `get_policy` reads back."""
+        """Returns JMP's short form, which `get_policy` reads back."""
         names = (self.param_dtype, self.compute_dtype, self.output_dtype)
         names = (np.dtype(dtype).name for dtype in names)
         p, c, o = (_NAMES.get(name, name) for name in names)
@@ -288,13 +288,13 @@ LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def _is_number(value: object) -> bool:
-    """Whether a field has a value: not so JAX's placeholders, and tracers."""
+    """Returns whether a field is a number, neither JAX's placeholder nor a tracer."""
     kinds = int | float | np.ndarray | np.generic | jax.Array
     return isinstance(value, kinds) and not isinstance(value, Tracer)
 
 
 def _validate(value: object, name: str, owner: str, zero: bool = False) -> None:
-    """Refuses what no run can use."""
+    """Raises unless a number is finite and positive, or 0 if allowed."""
     if not _is_number(value):
         return
     array = np.asarray(value).astype(np.float64)

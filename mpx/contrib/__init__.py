@@ -1,6 +1,7 @@
 """Additions outside the library's core: nothing of mpx imports them.
 
-`PallasKernel` quantizes for MXFP8 and NVFP4. No device has run it yet.
+`PallasKernel` (`_pallas`) quantizes for MXFP8 and NVFP4 (`_four_bits`), tile by tile
+(`_tiles`). No device has run it yet.
 """
 
 from ._pallas import PallasKernel as PallasKernel

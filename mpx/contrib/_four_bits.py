@@ -1,15 +1,15 @@
 """NVFP4 in both layouts by two kernels, each of which reads an array once.
 
-An operand of a linear layer is quantized along two axes, for two products, one copy
-after the Hadamard transform. XLA takes a pass for each of: the transform, both amaxes
+An operand of a linear layer is quantized along two axes, for two matmuls, one copy
+after the Hadamard transform. XLA needs one pass for each of: the transform, both amaxes
 of the tensor, two times the amaxes of blocks, two times the casts. The first kernel
-here takes the amaxes of the tensor, with the transform and the hash that noise is drawn
-by; the second one all the rest, the transform again. Compiled for a B200, a step of two
-layers of 4096 x 16384 moves 21.9 GB with them and 28.6 without (jax 0.10.2, November
-2026).
+here computes the amaxes of the tensor, with the transform and the hash that seeds the
+noise; the second one the rest, with the transform again. Compiled for a B200, a step of
+two layers of 4096 x 16384 moves 21.9 GB with them and 28.6 without (jax 0.10.2,
+November 2026).
 
-The numbers are those of XLA to the bit, except behind the transform: its sums of 16
-numbers are taken in another order.
+The results are bit-identical to XLA's, except after the transform: its sums of 16
+numbers are added in another order.
 """
 
 import functools
@@ -48,21 +48,22 @@ _SCALES = BLOCK // _SCALED  # scales of a block
 _MATRIX: Along = ((ROWS, BLOCK), (COLUMNS, BLOCK))
 _PLACE: tuple[Along, ...] = (((ROWS, BLOCK),), ((COLUMNS, BLOCK),))
 
-# What the second kernel is told of a matrix: what brings an amax into E4M3's range, and
-# the key of the noise, of either copy; then what each E4M3 scale multiplies by.
+# The positions in the second kernel's array of facts: for each copy the factor that
+# brings an amax into E4M3's range, and the key of the noise; then the factor of each
+# E4M3 scale.
 _UNIT, _KEY, _TABLES, _CODES = 0, 2, 256, 128
 _FACTS: Along = ((None, _TABLES + 2 * _CODES),)
 _E4M3 = np.arange(_CODES, dtype=np.uint8).view(Format.E4M3.dtype).astype(np.float32)
 
 
 class _Copy(NamedTuple):
-    """How one copy is made: of the rows, or of the columns.
+    """How one copy is made, along rows or along columns.
 
     Attributes:
-        signs: Those of the Hadamard transform, as bits that are 1 for -1; None if the
-            copy is not transformed.
+        signs: The signs of the Hadamard transform, as bits that are 1 for -1; None if
+            the copy is not transformed.
         is_stochastic: Whether it is rounded stochastically.
-        rounded_to: What the transformed numbers are rounded to.
+        rounded_to: The dtype that the transformed numbers are rounded to, or None.
     """
 
     signs: int | None
@@ -71,7 +72,7 @@ class _Copy(NamedTuple):
 
     @classmethod
     def of(cls, quantizer: NVFP4Quantizer, rounded_to: np.dtype | None) -> "_Copy":
-        """That of a quantizer."""
+        """Returns the copy that a quantizer makes."""
         signs = signs_of(quantizer.signs) if quantizer.hadamard else None
         return cls(signs, quantizer.stochastic_rounding, rounded_to)
 
@@ -87,22 +88,19 @@ def quantize_four_bits(
     rounded_to: np.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Both copies of an operand.
+    """Quantizes an operand along both axes; returns both copies.
 
     Args:
         x: Floating matrices, both sizes multiples of 32.
-        quantizers: Those of the first copy and of the second. If one has square blocks,
-            both are the same.
-        dtype: The dtype that `dequantize` is to give.
-        axes: The axis that blocks of the first copy lie along, and that of the second:
-            -1 and -2 in any order.
+        quantizers: Those of the first and second copy; equal if one has square blocks.
+        dtype: The dtype that `dequantize` returns.
+        axes: The block axes of the first and second copy: -1 and -2 in any order.
         join: Makes the amax of the whole array from that of `x`.
-        step: The number of the training step, by which noise is drawn; None if nobody
-            knows it.
+        step: The number of the training step, which seeds the noise; None if unknown.
         rounded_to: A dtype that the numbers are rounded to first.
-        interpret: Run the kernels on a device without Triton, for tests.
+        interpret: Runs the kernels on a device without Triton, for tests.
     """
-    if x.dtype.itemsize not in (2, 4):  # what Triton has no product of
+    if x.dtype.itemsize not in (2, 4):  # Triton has no matmul of other dtypes
         x = x.astype(jnp.float32)
     half = dtype if dtype == jnp.bfloat16 else None
     rows, columns = (quantizers[axes.index(axis)] for axis in (-1, -2))
@@ -127,7 +125,7 @@ def quantize_four_bits(
             1 / scales[-1 - axis],
             format=Format.E2M1,
             dtype=dtype,
-            # The last one is packed.
+            # The last axis is packed.
             axes=(-3 - axis, axis) if is_square else (axis,),
             block=_SCALED,
             rotated=one.hadamard,
@@ -145,7 +143,7 @@ def _measured(
     rounded_to: np.dtype | None,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """The amaxes of both copies, and the hash of the numbers if noise is drawn."""
+    """Returns the amaxes of both copies, and the numbers' hash if noise is drawn."""
     if not place and all(one.signs is None for one in copies):
         rounded = x if rounded_to is None else x.astype(rounded_to)
         amax = largest_magnitude(rounded.astype(jnp.float32))
@@ -166,7 +164,7 @@ def _measured(
             left[2] + right[2],
         )
 
-    # All three by one kernel.
+    # All three in one kernel.
     nothing = np.int32(0), np.int32(0), np.uint32(0)
     first, second, total = lax.reduce(found, nothing, join, tuple(range(x.ndim)))
     one, other = (lax.bitcast_convert_type(y, jnp.float32) for y in (first, second))
@@ -182,7 +180,7 @@ def _both(
     rounded_to: np.dtype | None,
     interpret: bool,
 ) -> dict[int, tuple[Array, Array]]:
-    """Payload and scales of the copies, by the axis that blocks are packed along."""
+    """Returns payload and scales of each copy, by the axis of its packed blocks."""
     by_rows, by_columns = (ROWS, _SCALES), (COLUMNS, _SCALES)
     scales = (((ROWS, BLOCK), by_columns), ((COLUMNS, BLOCK), by_rows))
     numbers = (((ROWS, BLOCK), (COLUMNS, _HALF)), ((COLUMNS, BLOCK), (ROWS, _HALF)))
@@ -203,7 +201,7 @@ def _both(
 
 
 def _facts(scales: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """What the second kernel is told, in the places above."""
+    """Returns the second kernel's array of facts, at the positions above."""
     # In the order of `nvfp4_block_inverse_scale`.
     units = [scale * np.float32(1 / Format.E2M1.largest) for scale in scales]
     tables = [nvfp4_scale(jnp.asarray(_E4M3), 1 / scale) for scale in scales]
@@ -217,7 +215,7 @@ def _bits(x: Array) -> Array:
 
 
 def _places(x: Array) -> tuple[Array, Array]:
-    """Two arrays whose sum is the place of each number in the flattened array."""
+    """Returns two arrays whose sum is each number's index in the flattened array."""
     *batch, rows, columns = x.shape
     first = jnp.arange(int(np.prod(batch)) * rows, dtype=jnp.uint32)
     first = (first * np.uint32(columns)).reshape(*batch, rows)
@@ -226,7 +224,7 @@ def _places(x: Array) -> tuple[Array, Array]:
     )
 
 
-# --- In a tile ------------------------------------------------------------------------
+# --- Inside a tile --------------------------------------------------------------------
 
 
 def _measure(
@@ -309,7 +307,7 @@ def _in_pieces(x: Array, axis: int, length: int) -> Array:
 
 
 def _largest(x: Array, height: int, width: int) -> Array:
-    """The largest magnitude of each block. Triton reduces one axis at a time."""
+    """Returns each block's largest magnitude. Triton reduces one axis at a time."""
     amax = largest_magnitude(_in_pieces(x, 1, width), (2,))
     if height == 1:
         return amax
@@ -317,14 +315,14 @@ def _largest(x: Array, height: int, width: int) -> Array:
 
 
 def _as_integers(magnitude: Array) -> Array:
-    """Whose order is that of the magnitudes, with infinity and NaN above."""
+    """Returns integers in the order of the magnitudes, infinity and NaN on top."""
     return lax.bitcast_convert_type(magnitude, jnp.int32)
 
 
 def _rotated(x: Array, copy: _Copy) -> Array:
-    """The Hadamard transform along rows, as a product with a block diagonal matrix.
+    """Applies the Hadamard transform along rows, as a block diagonal matmul.
 
-    Products of a half precision number with 1/4 are exact, and sums are in float32.
+    Products of a half-precision number with 1/4 are exact, and sums are in float32.
     """
     if copy.signs is None:
         return x.astype(jnp.float32)
@@ -345,10 +343,11 @@ def _rotated(x: Array, copy: _Copy) -> Array:
 
 
 def _scale_codes(amax: Array, facts: Any, index: int) -> Array:
-    """E4M3's codes of the scales of blocks."""
+    """Returns the E4M3 codes of the scales of blocks."""
     wanted = amax * lax.bitcast_convert_type(facts[_UNIT + index], jnp.float32)
     value = round_finite(wanted, Format.E4M3, _nearest_integers)
-    # Of a float32 from 2^-6 on the code is in its bits: exponent and three of mantissa.
+    # For a float32 of at least 2^-6 the code is in its bits: the exponent and three
+    # bits of mantissa.
     bits = lax.bitcast_convert_type(value, jnp.int32)
     is_subnormal = value < Format.E4M3.smallest_normal
     small = (value * np.float32(1 / Format.E4M3.smallest)).astype(jnp.int32)
@@ -357,20 +356,20 @@ def _scale_codes(amax: Array, facts: Any, index: int) -> Array:
 
 
 def _factors(code: Array, facts: Any, index: int) -> Array:
-    """What numbers of a block are multiplied by. Triton's division is not exact."""
+    """Returns the factor of each block. Read: Triton's division is not exact."""
     start = _TABLES + index * _CODES
     return lax.bitcast_convert_type(facts[start + code], jnp.float32)
 
 
 def _packed(numbers: Array) -> Array:
-    """Two codes of E2M1 in a byte, along rows."""
+    """Packs two codes of E2M1 into a byte, along rows."""
     pairs = _in_pieces(encode(numbers).astype(jnp.int32), 1, 2)
     place = lax.broadcasted_iota(jnp.int32, pairs.shape, 2)
     return jnp.sum(pairs << (4 * place), axis=2).astype(jnp.uint8)
 
 
 def _nearest_integers(steps: Array) -> Array:
-    """To the nearest, ties to even: Pallas has no rounding for Triton."""
+    """Rounds to nearest, ties to even: Pallas has no rounding for Triton."""
     lower = jnp.floor(steps)
     rest = steps - lower
     is_odd = lower != 2 * jnp.floor(lower * 0.5)

@@ -1,4 +1,4 @@
-"""`PallasKernel`: an array is read once, or twice, for both of its copies."""
+"""`PallasKernel`, and its kernel for MXFP8; those for NVFP4 are in `_four_bits`."""
 
 import dataclasses
 import functools
@@ -26,17 +26,16 @@ from .._quantize import (
 from ._four_bits import quantize_four_bits
 from ._tiles import BLOCK, COLUMNS, ROWS, Tiled, has_tiles
 
-# ----------------------------------------------------------------------------
-# MXFP8 in both layouts by one kernel, which reads an array once.
+# --- MXFP8 in both layouts ------------------------------------------------------------
 #
-# An operand of a linear layer is quantized along two axes, for two products. XLA takes
+# An operand of a linear layer is quantized along two axes, for two matmuls. XLA needs
 # four passes for that: a maximum along either axis, then the casts. It has no kernel
-# with a maximum and the cast that waits for it. This one has: for a block of 64 x 64
-# numbers both maxima, scales, casts, and the transpose. Compiled for a B200, a step of
-# two layers of 4096 x 16384 moves 20.3 GB with it and 24.4 without (jax 0.10.2,
+# that computes a maximum and the cast that depends on it. This one does: for a block of
+# 64 x 64 numbers both maxima, scales, casts, and the transpose. Compiled for a B200, a
+# step of two layers of 4096 x 16384 moves 20.3 GB with it and 24.4 without (jax 0.10.2,
 # November 2026).
 #
-# The numbers are those of XLA to the bit, by the same formulas in the same order.
+# The results are bit-identical to XLA's, by the same formulas in the same order.
 
 
 def quantize_eight_bits(
@@ -46,14 +45,13 @@ def quantize_eight_bits(
     axes: tuple[int, int],
     rounded_to: np.dtype | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """Both copies of an operand.
+    """Quantizes an operand along both axes; returns both copies.
 
     Args:
         x: Floating matrices, both sizes multiples of 32.
         format: `Format.E4M3` or `Format.E5M2`.
-        dtype: The dtype that `dequantize` is to give.
-        axes: The axis that blocks of the first copy lie along, and that of the second:
-            -1 and -2 in any order.
+        dtype: The dtype that `dequantize` returns.
+        axes: The block axes of the first and second copy: -1 and -2 in any order.
         rounded_to: A dtype that the numbers are rounded to first.
     """
     payload, codes, turned, turned_codes = in_both_layouts(x, format, rounded_to)
@@ -85,7 +83,7 @@ def in_both_layouts(
         x: Floating matrices `[..., m, n]`, both multiples of 32.
         format: `Format.E4M3` or `Format.E5M2`.
         rounded_to: A dtype that the numbers are rounded to first.
-        interpret: Run the kernel on a device without Triton, for tests.
+        interpret: Runs the kernel on a device without Triton, for tests.
 
     Returns:
         Numbers `[..., m, n]` and codes of E8M0 scales `[..., m, n / 32]`, then numbers
@@ -124,8 +122,8 @@ def _kernel(
 
 
 def _along_rows(x: Array, format: Format) -> tuple[Array, Array]:
-    # Pallas makes `maxnumf` of a maximum, which loses NaN (jax 0.10 to 0.12). So amaxes
-    # are maxima of integers, and what is clipped is asked whether it is a number.
+    # Pallas compiles a maximum to `maxnumf`, which loses NaN (jax 0.10 to 0.12). So
+    # amaxes are maxima of integers, and NaN is restored after clipping.
     blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     code = e8m0_code(largest_magnitude(blocks, (2,)), format)
     scaled = blocks * lax.expand_dims(e8m0_scale(code), (2,))
@@ -134,7 +132,7 @@ def _along_rows(x: Array, format: Format) -> tuple[Array, Array]:
     return numbers.astype(format.dtype), code.astype(jnp.uint8)
 
 
-# ----------------------------------------------------------------------------
+# --- The kernel of a recipe -----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +175,7 @@ class PallasKernel(AbstractKernel):
         first, second = quantizers
         if isinstance(first, MXFP8Quantizer):
             return quantize_eight_bits(x, first.format, dtype, axes, rounded_to)
-        assert isinstance(first, NVFP4Quantizer)  # By the recipes that have kernels.
+        assert isinstance(first, NVFP4Quantizer)  # Only these two recipes have kernels.
         assert isinstance(second, NVFP4Quantizer)
         return quantize_four_bits(
             x, (first, second), dtype, axes, join, step=step, rounded_to=rounded_to

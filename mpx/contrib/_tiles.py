@@ -1,12 +1,12 @@
-"""Kernels of Pallas over matrices: tile by tile, under vmap, on each device for a part.
+"""Pallas kernels over matrices: tile by tile, under vmap, on sharded arrays.
 
-A kernel is opaque to the compiler, which would gather an array that lies on several
-devices for it, and to `jax.vmap`. So each array of a kernel says along which axes of
-the matrix it lies, and in which steps: `("rows", 16)` has 16 numbers for each block of
-rows. From that follow the tiles, the pieces of devices, and the batching.
+A kernel is opaque to `jax.vmap` and to the compiler, which would gather a sharded array
+for it. So each array of a kernel declares its axes as axes of the matrix and numbers
+per block: `("rows", 16)` has 16 numbers for each block of rows. Tiles, shards and
+batching follow from that.
 
-Pallas's Triton backend is there in jax 0.10 to 0.12 and deprecated since 0.12; the
-other one has no sums within a row of a few numbers.
+Pallas's Triton backend exists in jax 0.10 to 0.12 and is deprecated since 0.12; the
+other one has no sums over a few numbers within a row.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ BLOCK = 32
 """What divides both sizes of a matrix; no device has a piece of such a block."""
 _TILES = (64, 32)
 
-# An axis and how many numbers an array has along it for each block; with None as the
-# axis, a length that is no axis of the matrix.
+# The axes of an array: the matrix's axis, and how many numbers the array has for each
+# of its blocks; or None, and a length that belongs to no axis of the matrix.
 Along = tuple[tuple[str | None, int], ...]
 ROWS, COLUMNS = "rows", "columns"
 
 
 def has_tiles(shape: Shape) -> bool:
-    """Whether kernels take an array of a shape: matrices that divide into blocks.
+    """Returns whether kernels accept a shape: matrices that divide into blocks.
 
-    Of fewer than 2^32 numbers, so that the place of each has 32 bits.
+    Fewer than 2^32 numbers, so that the position of each fits 32 bits.
     """
     are_known = all(isinstance(size, int) for size in shape)
     if len(shape) < 2 or not are_known or any(size % BLOCK for size in shape[-2:]):
@@ -49,11 +49,11 @@ class Tiled:
     """A kernel and its arrays.
 
     Attributes:
-        kernel: Called with references to a tile of each operand and of each result.
+        kernel: A function of references to a tile of each operand and each result.
         name: Its name in profiles.
-        operands: Of each operand where it lies. The first one is the matrices.
-        results: Of each result where it lies, and its dtype.
-        interpret: Run it on a device without Triton, for tests.
+        operands: The axes of each operand. The first one is the matrices.
+        results: The axes of each result, and its dtype.
+        interpret: Runs on a device without Triton, for tests.
     """
 
     kernel: Callable[..., None]
@@ -63,10 +63,11 @@ class Tiled:
     interpret: bool = False
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
-        """Runs it over matrices `[..., m, n]`, whose sizes are multiples of 32.
+        """Runs the kernel over matrices `[..., m, n]`, whose sizes are multiples of 32.
 
         Args:
-            *operands: The matrices, and arrays with the same axes in front.
+            *operands: The matrices, and arrays with the same leading axes, as the
+                results.
         """
         here = self._on_a_device if manual_axes() else self._partitioned(operands[0])
         axes = varying_axes(operands[0])
@@ -89,7 +90,7 @@ class Tiled:
         return each(*(as_varying(x, axes) for x in operands))
 
     def _partitioned(self, x: Array) -> Callable[..., tuple[Array, ...]]:
-        """The same for arrays that lie on several devices: by each for its part."""
+        """Returns the kernel for sharded arrays: each device computes its part."""
         whole = custom_partitioning.custom_partitioning(self._on_a_device)
         results = [along for along, _ in self.results]
 
@@ -100,7 +101,7 @@ class Tiled:
         ) -> PyTree:
             x = operands[0]
             parts = x.sharding.shard_shape(x.shape)
-            # A piece of a block would have a scale of its own.
+            # A block split over devices would get several scales.
             place = {
                 axis: name if size % BLOCK == 0 else None
                 for axis, name, size in zip(
@@ -121,7 +122,7 @@ class Tiled:
             )
 
         every = [one for along in (*self.operands, *results) for one in along]
-        # A rule wants the sizes of exactly those factors that nowhere stand alone.
+        # A rule needs the sizes of exactly those factors that never occur alone.
         sizes: dict[str, Any] = {
             _factor(axis, steps): steps
             for axis, steps in every
@@ -137,7 +138,7 @@ class Tiled:
         return whole
 
     def _on_a_device(self, *operands: Array) -> tuple[Array, ...]:
-        # Here and not above: Pallas takes half a second to import.
+        # Not at the top: Pallas takes half a second to import.
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import triton
 
@@ -191,7 +192,7 @@ def _factor(axis: str | None, steps: int) -> str:
 
 
 def _dimensions(along: Along) -> str:
-    """An array in the words of a sharding rule."""
+    """Returns an array's part of a sharding rule."""
     return " ".join(("...", *(_dimension(axis, steps) for axis, steps in along)))
 
 

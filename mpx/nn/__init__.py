@@ -4,6 +4,10 @@ Inputs, results and saved residuals are half precision; the arithmetic between t
 full precision. `force_full_precision` is not needed, and no float32 copy of an
 activation is saved for backward.
 
+Read `_recomputed` (saving half precision only), `_softmax` (also losses, means),
+`_layers`, `_attention_products`, `_attention_kernel`, `_attention`,
+`_dot_product_attention`, `_transformer`.
+
 Import the module explicitly: `import mpx.nn`.
 """
 

@@ -1,22 +1,21 @@
 """Attention as one operation: its derivatives, its batches, its kernel.
 
-There are two forms, and which one a call has is decided when it is traced:
+There are two forms, chosen when a call is traced:
 
-* Where cuDNN's kernel may be used, forward and backward pass each choose at lowering
-  (`jax.lax.platform_dependent`): the kernel for CUDA, two products elsewhere. It is a
+* If cuDNN's kernel may be used, forward and backward pass each choose at lowering
+  (`jax.lax.platform_dependent`): the kernel for CUDA, two matmuls elsewhere. It is a
   `jax.custom_vjp`, so `jax.jvp` of it raises. Derivatives of its derivative are those
-  of the products.
-* Else two products, with all derivatives.
+  of the matmuls.
+* Otherwise two matmuls, with all derivatives.
 
-`vmap` puts the batches together, so that there is one call of the form that the kernel
-takes; and autocast finds this call in a program (`mpx._autocast._fused`), whatever was
-mapped, and can make it again in another precision.
+`vmap` merges the batches, so that there is one call of the form that the kernel
+accepts. Autocast finds this call in a program (`mpx._autocast._fused`), also under
+`vmap`, and can repeat it in another precision.
 
-Over a mesh of devices rows of the batch and heads may be apart. On automatic axes there
-is nothing to do: JAX's kernel says how it is split. In `jax.shard_map` each device
-calls it for its own part, and what is the same on all of them has gradients that must
-be summed. On explicit axes the kernel has no types, and is called with the axes made
-automatic.
+Over a mesh of devices the batch and heads may be sharded. On automatic axes JAX's
+kernel defines its partitioning. In `jax.shard_map` each device calls it for its part,
+and gradients of replicated operands must be summed. On explicit axes the kernel has no
+types; the axes are made automatic for it.
 """
 
 import dataclasses
@@ -63,24 +62,24 @@ _FORWARD_MODE = (
 
 
 def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
-    """Attention.
+    """Computes attention.
 
     Args:
-        options: What it is told.
-        x: Its operands, query, key and value in one dtype.
+        options: The options.
+        x: The operands, with query, key and value in one dtype.
 
     Returns:
         The result in the shape and dtype of the query; with `with_residual` also the
         logarithms of the rows' sums, float32, of shape (batch, heads, query sequence).
 
     Raises:
-        ValueError: The kernel was asked for, and there is none.
+        ValueError: `implementation="cudnn"`, and the kernel cannot be used.
     """
     shardings = explicit_shardings(options, x)
     if shardings is None:
         return _attend(options, on_all_axes(x))
-    # Each device has rows of the batch, or heads, and needs no other's: the compiler
-    # sees that, and JAX's types do not.
+    # Each device has its own rows of the batch, or heads, and needs no others: the
+    # compiler infers that, but JAX's types do not.
     why_not = no_kernel_on(x)
     options = dataclasses.replace(options, without_kernel=why_not or "")
     one = functools.partial(_attend, options)
@@ -91,7 +90,7 @@ def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
 def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
     kernel = find_kernel(options, x)
     if isinstance(kernel, str) and options.implementation == "cudnn":
-        # Under autocast it is asked again, in the precision that is chosen.
+        # Under autocast the kernel is looked up again, in the chosen precision.
         if not ambient().is_tracing:
             raise ValueError(
                 f'{_CALL} got `implementation="cudnn"`, but the kernel cannot be '
@@ -107,7 +106,7 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
 
 
 def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperation:
-    """What autocast knows of attention with operands of these names."""
+    """Describes attention with operands of these names to autocast."""
     compiled_for = kernel_target(options.target)
 
     def towards(target: Target | None) -> AttentionOptions:
@@ -148,11 +147,11 @@ def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperat
 def _forward(
     options: AttentionOptions, kernel: Kernel | str
 ) -> Callable[[Operands], tuple[Array, ...]]:
-    """The forward pass, with the derivatives of the products.
+    """Returns the forward pass, with the derivatives of the matmuls.
 
     Args:
-        options: What attention is told.
-        kernel: The kernel for the operands, if there is one.
+        options: The options of attention.
+        kernel: The kernel for the operands, or why it cannot be used.
     """
     by_products = functools.partial(attend_by_products, options)
 
@@ -189,7 +188,7 @@ def _on_cuda(
     slow: Callable[..., PyTree],
     *operands: PyTree,
 ) -> PyTree:
-    """Chooses at lowering, unless the kernel was asked for."""
+    """Chooses at lowering, unless `implementation` is "cudnn"."""
     if options.implementation == "cudnn":
         return fast(*operands)
     return jax.lax.platform_dependent(*operands, cuda=fast, default=slow)
@@ -198,7 +197,7 @@ def _on_cuda(
 def _differentiated(
     function: Callable[..., PyTree], reference: Callable[..., PyTree]
 ) -> Callable[..., PyTree]:
-    """A function with the derivatives of another one, which gives the same."""
+    """Returns `function` with the derivatives of `reference`, an equal function."""
 
     @jax.custom_jvp
     def differentiated(*args: PyTree) -> PyTree:
@@ -229,7 +228,7 @@ def _is_zero(dot: Any) -> bool:
 def _with_kernel(
     options: AttentionOptions, kernel: Kernel
 ) -> Callable[[Operands], tuple[Array, ...]]:
-    """Attention whose backward pass is the kernel's."""
+    """Returns attention whose backward pass is the kernel's."""
     keeping = dataclasses.replace(options, with_residual=True)
 
     @jax.custom_vjp
@@ -254,7 +253,7 @@ def _with_kernel(
 def _backward(
     options: AttentionOptions, kernel: Kernel | str
 ) -> Callable[..., tuple[Array, ...]]:
-    """The backward pass, a function of operands, results and cotangent."""
+    """Returns the backward pass, a function of operands, results and cotangent."""
 
     def by_products(
         x: Operands, out: Array, rows: Array, cotangent: Array
@@ -299,9 +298,9 @@ def _backward(
 
 
 def on_all_axes(x: Operands) -> Operands:
-    """Operands that vary on the same axes of `shard_map`, so that gradients are summed.
+    """Makes operands vary on the same axes of `shard_map`, so gradients are summed.
 
-    The kernel's types say of each gradient that it varies as its operand does.
+    By the kernel's types each gradient varies on the axes of its operand.
     """
     axes = frozenset[str]().union(*(varying_axes(getattr(x, n)) for n in x.names))
     return jax.tree.map(lambda array: as_varying(array, axes), x) if axes else x
@@ -310,7 +309,7 @@ def on_all_axes(x: Operands) -> Operands:
 def explicit_shardings(
     options: AttentionOptions, x: Operands
 ) -> tuple[NamedSharding, ...] | None:
-    """How the results lie on devices, where that is part of types."""
+    """Returns the results' shardings, or None without explicit mesh axes."""
     sharding: Any = getattr(jax.typeof(x.query), "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:
         return None
@@ -320,16 +319,16 @@ def explicit_shardings(
 
 
 def no_kernel_on(x: Operands) -> str | None:
-    """Why operands on explicit axes cannot go through the kernel, if so."""
+    """Returns why the kernel cannot take operands on explicit axes, or None."""
     if any(_axes(array)[i] for array in (x.query, x.key, x.value) for i in (1, 3)):
         return "a sequence or head is sharded over devices"
     if x.bias is not None:
-        # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
+        # XLA aborts the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
         return "a bias on explicit mesh axes"
     return None
 
 
 def _axes(x: object) -> tuple[Any, ...]:
-    """The mesh axes that each of the four axes of an array is split over."""
+    """Returns the mesh axes that each of an array's four axes is sharded over."""
     spec = jax.typeof(x).sharding.spec
     return (*spec, *(None,) * 4)[:4]

@@ -1,21 +1,23 @@
 """cuDNN's attention in one kernel, through `jax.nn.dot_product_attention`.
 
-The kernel computes scores, softmax and what they select block by block, on the chip.
-Kept for the backward pass are its operands, its result and one float32 for each row.
-JAX has it for CUDA alone, and not for all sizes: `find_kernel` gives it, or the reason
-why there is none. JAX itself is asked, so what a newer version takes is taken here.
+The kernel computes scores, softmax and the weighted sum of values block by block, on
+the chip. Saved for backward: its operands, its result and one float32 for each row. JAX
+has it for CUDA only, and not for all sizes: `find_kernel` returns it, or why it cannot
+be used. It traces JAX's function, so sizes that a newer version accepts are accepted
+here.
 
-What the kernel is given differs from what attention was given: a mask is a bias to it,
-and a row without a key has no defined result there. `prepare` makes operands of which
-the kernel makes what attention is; such a row gets a query of zeros, to which all keys
-are alike. They are made again for the backward pass instead of being kept.
+The kernel's operands differ from those of attention: a mask becomes a bias, and the
+kernel's result of a row without a key is undefined. `prepare` makes operands for which
+the kernel computes attention; such a row gets a query of zeros, so all its keys have
+equal scores. The prepared operands are recomputed for the backward pass instead of
+saved.
 
-`jax.vjp` of the kernel gives a pullback that holds what its authors chose. Here the two
-passes stand apart, each in a choice of platforms, so what is between them must have the
-same types wherever the program runs: the operands, the result and one array of the
-kernel's own, its rows. What the pullback holds besides is seen in the program: it is
-computed again from the operands. If a version of JAX kept more of what the kernel
-computes, that would be an error here, and the kernel would not be used.
+`jax.vjp` of the kernel returns a pullback whose residuals JAX's authors chose. Here the
+two passes are separate, each in a choice of platforms, so the values passed between
+them must have the same types on every platform: the operands, the result and one array
+of the kernel's own, its rows. All other residuals are found in the program and
+recomputed from the operands. If JAX saved more of the kernel's values, `find_kernel`
+would return that as a reason.
 """
 
 import dataclasses
@@ -42,15 +44,15 @@ from ._attention_products import (
     within_lengths,
 )
 
-# What stands for "not seen" in a bias: far below every score, and far from the end of
-# the range, where cuDNN subtracts wrongly. The numbers are those of JAX's own masks.
+# The bias of a masked score: far below every score, and far from the end of the range,
+# where cuDNN subtracts wrongly. The numbers are those of JAX's own masks.
 _LOWEST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 _FACTORS = ("query", "key", "value")
 
 
 class _Native(NamedTuple):
-    """What the kernel itself does; the rest is in its bias."""
+    """The masking that the kernel itself does; the rest is in its bias."""
 
     is_causal: bool
     left: int | None
@@ -59,7 +61,7 @@ class _Native(NamedTuple):
 
 
 def _native(options: AttentionOptions, x: Operands) -> _Native:
-    """What is left to the kernel: combinations that JAX's own tests have."""
+    """Returns the kernel's own masking, in combinations that JAX's own tests have."""
     _, _, length, keys = x.shape
     window = options.window
     is_causal = options.is_causal or (window is not None and window[1] == 0)
@@ -75,7 +77,7 @@ def _native(options: AttentionOptions, x: Operands) -> _Native:
 
 
 def prepare(options: AttentionOptions, x: Operands) -> Operands:
-    """Operands of which `call` makes what attention is."""
+    """Returns operands for which `call` computes attention."""
     native = _native(options, x)
     if native.with_bias:
         return _with_bias(options, x, native)
@@ -131,7 +133,7 @@ def call(
     implementation: Implementation,
     x: Operands,
 ) -> Array:
-    """JAX's attention of prepared operands."""
+    """Returns JAX's attention of prepared operands."""
     return jax.nn.dot_product_attention(
         x.query,
         x.key,
@@ -152,11 +154,11 @@ class Kernel:
     """The kernel for operands of certain types.
 
     Attributes:
-        options: What attention is told.
-        native: What the kernel itself does.
+        options: The options of attention.
+        native: The masking that the kernel itself does.
         program: From prepared operands, flat, to the result and the pullback's
             residuals.
-        rows: The place of the rows among the residuals.
+        rows: The index of the rows among the residuals.
         structure: How residuals make a pullback.
     """
 
@@ -167,12 +169,12 @@ class Kernel:
     structure: Any
 
     def forward(self, x: Operands) -> tuple[Array]:
-        """The result."""
+        """Returns the result."""
         out = call(self.options, self.native, "cudnn", prepare(self.options, x))
         return (within_lengths(out, x.query_lengths),)
 
     def forward_with_rows(self, x: Operands) -> tuple[Array, Array]:
-        """The result and the rows' logarithms."""
+        """Returns the result and the rows' logarithms."""
         operands = jax.tree.leaves(prepare(self.options, x))
         out, *residuals = core.jaxpr_as_fun(self.program)(*operands)
         return within_lengths(out, x.query_lengths), residuals[self.rows]
@@ -180,9 +182,9 @@ class Kernel:
     def backward(
         self, x: Operands, out: Array, rows: Array, cotangent: Array
     ) -> tuple[Array, ...]:
-        """The gradients of the differentiable operands, in their order."""
+        """Returns the gradients of the differentiable operands, in their order."""
         if self.native.with_bias and x.names != _FACTORS:
-            # Or the compiler would keep what it made of a mask in the forward pass.
+            # Or the compiler would save the bias that the forward pass made of a mask.
             names = [name for name in x.names if name not in _FACTORS]
             parts = jax.lax.optimization_barrier([getattr(x, n) for n in names])
             x = x._replace(**dict(zip(names, parts, strict=True)))
@@ -200,7 +202,7 @@ class Kernel:
     def _pullback(
         self, ready: Operands, out: Array, rows: Array
     ) -> Callable[[Array], PyTree]:
-        """The kernel's pullback; what is not from the kernel is computed again."""
+        """Returns the kernel's pullback; recomputes residuals not from the kernel."""
         jaxpr = self.program.jaxpr
         result, *residuals = jaxpr.outvars
         known = jaxpr.replace(
@@ -214,23 +216,23 @@ class Kernel:
 
 
 def differentiable(x: Operands) -> tuple[Array, ...]:
-    """Query, key, value and, if there is one, bias."""
+    """Returns query, key, value and, if there is one, bias."""
     arrays = x.query, x.key, x.value, x.bias
     return tuple(array for array in arrays if array is not None)
 
 
 def with_differentiable(x: Operands, arrays: tuple[AnyArray, ...]) -> Operands:
-    """The operands with others in the places of those."""
+    """Returns the operands with other arrays as the differentiable ones."""
     names = ("query", "key", "value", "bias")[: len(arrays)]
     return x._replace(**dict(zip(names, arrays, strict=True)))
 
 
 def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
-    """The kernel, or why there is none.
+    """Returns the kernel, or the reason why it cannot be used.
 
     Args:
-        options: What attention is told.
-        x: The operands, or types like them.
+        options: The options of attention.
+        x: The operands, or their types.
     """
     why_not = _refused(options, x)
     if why_not is not None:
@@ -242,13 +244,13 @@ def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
         structure = jax.tree.structure(traced.out_info[1])
         rows = _place_of_rows(traced.jaxpr.jaxpr, x.shape[:3])
         return Kernel(options, native, traced.jaxpr, rows, structure)
-    # JAX says so of sizes, old devices, and an installation without cuDNN.
+    # JAX raises these for sizes, old devices, and an installation without cuDNN.
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _refused(options: AttentionOptions, x: Operands) -> str | None:
-    """What is known without asking JAX."""
+    """Returns a reason against the kernel that needs no trace, or None."""
     if options.implementation == "xla":
         return 'implementation="xla"'
     if options.without_kernel:
@@ -270,10 +272,10 @@ def _refused(options: AttentionOptions, x: Operands) -> str | None:
 
 
 def kernel_target(said: Target | None) -> Target | None:
-    """The device that is compiled for; None if that is known at lowering only.
+    """Returns the target device; None if it is known at lowering only.
 
-    JAX's default device tells, if it is a GPU, which sizes it takes. If it is a CPU,
-    the program may still be compiled ahead of time for a GPU.
+    If JAX's default device is a GPU, it determines which sizes are accepted. If it is a
+    CPU, the program may still be compiled ahead of time for a GPU.
     """
     if said is not None:
         return said
@@ -281,7 +283,7 @@ def kernel_target(said: Target | None) -> Target | None:
     return found if found.platform == "cuda" else None
 
 
-# --- The kernel and its pullback, apart -----------------------------------------------
+# --- The kernel and its pullback, separately ------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -291,9 +293,9 @@ def _result_and_pullback(
     native: _Native,
     x: Operands,
 ) -> tuple[PyTree, PyTree]:
-    """The kernel, differentiated by the floats among its operands.
+    """Returns the kernel's result and its pullback to the floats among its operands.
 
-    Jitted, so that JAX keeps what it traced for equal arguments.
+    Jitted, so that JAX caches the trace for equal arguments.
     """
     floats, form = divide(x, lambda leaf: is_inexact(jax.typeof(leaf)))
 
@@ -304,10 +306,10 @@ def _result_and_pullback(
 
 
 def _place_of_rows(jaxpr: Program, shape: tuple[int, ...]) -> int:
-    """The place among the residuals of the one array that is the kernel's own.
+    """Returns the index among the residuals of the one array from the kernel.
 
     Raises:
-        NotImplementedError: The pullback holds something else of the kernel's.
+        NotImplementedError: The pullback saves other values of the kernel.
     """
     known, _ = _without_kernel(jaxpr)
     out, *residuals = jaxpr.outvars
@@ -323,7 +325,7 @@ def _place_of_rows(jaxpr: Program, shape: tuple[int, ...]) -> int:
 
 
 def _without_kernel(jaxpr: Program) -> tuple[set[Atom], list[JaxprEqn]]:
-    """The variables that do not come from a kernel, and the equations of them."""
+    """Returns the variables that do not come from a kernel, and their equations."""
     known, equations = {*jaxpr.constvars, *jaxpr.invars}, []
     for equation in jaxpr.eqns:
         is_known = not any(_is_unknown(known, atom) for atom in equation.invars)

@@ -1,18 +1,17 @@
-r"""Attention from two matrix products and a softmax, for every device and dtype.
+r"""Attention from two matmuls and a softmax, for every device and dtype.
 
 $$P = \operatorname{softmax}\!\big(s\, Q K^\top + \text{bias}\big), \qquad O = P\, V$$
 
-The scores are added up and exponentiated in float32; what is kept for the backward pass
-is $Q$, $K$, $V$ and $P$ in half precision. `jax.nn.dot_product_attention` keeps $P$ in
-float32 and in half precision, three times as much, unless cuDNN computes it. Gradients
-of the scores are half precision, as in flash attention, so that no product of the
-backward pass has a float32 operand.
+The scores are summed and exponentiated in float32. Saved for backward: $Q$, $K$, $V$
+and $P$ in half precision. `jax.nn.dot_product_attention` saves $P$ in float32 and in
+half precision, three times as much, unless cuDNN computes it. Gradients of the scores
+are half precision, as in flash attention, so no matmul of the backward pass has a
+float32 operand.
 
-Before that: what goes into attention, what it is told, and which keys a query sees.
-Axes are named as in `jax.nn.dot_product_attention`: batch, query sequence, heads and
-size of a head for queries; batch, key sequence, groups and size for keys and values.
-Masks and biases have four axes, (batch, heads, query sequence, key sequence), each of
-the full length or 1.
+Operands, options and masks are defined here, too. Axes are named as in
+`jax.nn.dot_product_attention`: batch, query sequence, heads and size of a head for
+queries; batch, key sequence, groups and size for keys and values. Masks and biases have
+four axes, (batch, heads, query sequence, key sequence), each of the full length or 1.
 """
 
 import dataclasses
@@ -34,16 +33,16 @@ Implementation = Literal["xla", "cudnn"] | None
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """What attention is told besides its operands; hashable.
+    """The options of attention; hashable.
 
     Attributes:
-        scale: What the scores are multiplied with.
-        is_causal: Whether no query sees a later key.
-        window: How many keys before and after its own place a query sees, or None.
+        scale: The factor of the scores.
+        is_causal: Whether no query attends to a later key.
+        window: How many keys before and after itself a query attends to, or None.
         rate: The probability with which a probability is dropped.
-        implementation: As `mpx.nn.dot_product_attention` has it.
+        implementation: As in `mpx.nn.dot_product_attention`.
         with_residual: Whether the logarithms of the rows' sums are a result, too.
-        target: The device that was said to compile for, or None.
+        target: The device to compile for, if it was set, or None.
         without_kernel: Why the kernel must not be used; empty if it may.
     """
 
@@ -57,23 +56,23 @@ class AttentionOptions:
     without_kernel: str = ""
 
     def __str__(self) -> str:
-        """All of it in one line, without a slash, which would part scopes."""
+        """Returns all options in one line, without "/", which would split scopes."""
         target = None if self.target is None else self.target.name
         values = vars(self) | {"target": target}
         return ",".join(str(v).replace("/", "|") for v in values.values())
 
 
 class Operands(NamedTuple):
-    """The arrays that go into attention; what there is none of is None.
+    """The arrays that are the operands of attention; None if absent.
 
     Attributes:
         query: (batch, query sequence, heads, size).
         key: (batch, key sequence, groups, size).
         value: As `key`.
-        bias: What is added to the scaled scores.
-        mask: True where a key is seen.
+        bias: Is added to the scaled scores.
+        mask: True allows attention to a key.
         keep: True where a probability is not dropped.
-        query_lengths: How many queries of each batch row there are, int32.
+        query_lengths: The number of queries of each batch row, int32.
         key_lengths: The same for keys and values.
     """
 
@@ -87,14 +86,14 @@ class Operands(NamedTuple):
     key_lengths: Any = None
 
     def dropped(self, rate: float, key: PRNGKeyArray | None) -> Self:
-        """With what a key says of the probabilities to drop, if any are."""
+        """Returns the operands with a dropout mask drawn by a key, if any."""
         if not rate or key is None:
             return self
         return self._replace(keep=jax.random.bernoulli(key, 1 - rate, self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of what there is."""
+        """The names of the operands that are not None."""
         return tuple(n for n in self._fields if getattr(self, n) is not None)
 
     @property
@@ -105,12 +104,13 @@ class Operands(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which keys each query sees; None where it is all.
+    """Which keys each query attends to; None for all.
 
     Attributes:
-        order: What places say, (1, 1, query sequence, key sequence): causal, windows.
-        given: What masks and lengths say.
-        seen: Whether a query sees a key by both, with a last axis of length 1.
+        order: The mask by positions (causal, windows), (1, 1, query sequence, key
+            sequence).
+        given: The mask by `mask` and lengths.
+        seen: Whether both allow a query any key; the last axis has length 1.
     """
 
     order: Array | None
@@ -119,7 +119,7 @@ class Visibility(NamedTuple):
 
     @property
     def allowed(self) -> Array | None:
-        """Both together. A query that sees nothing sees what its place lets it see."""
+        """Both masks. A query without any key attends to all that `order` allows."""
         if self.given is None or self.seen is None:
             return self.order
         given = self.given | ~self.seen
@@ -127,7 +127,7 @@ class Visibility(NamedTuple):
 
 
 def visibility(options: AttentionOptions, x: Operands) -> Visibility:
-    """Which keys each query sees."""
+    """Returns which keys each query attends to."""
     _, _, length, keys = x.shape
     order = order_mask(options.is_causal, options.window, length, keys)
     given = x.mask
@@ -136,7 +136,7 @@ def visibility(options: AttentionOptions, x: Operands) -> Visibility:
         given = within if given is None else given & within
     both = given if order is None or given is None else given & order
     if order is not None and options.window is not None:
-        if length - options.window[0] > keys:  # the last queries see no key
+        if length - options.window[0] > keys:  # the last queries have no key
             both = order if given is None else both
             order = order | ~jnp.any(order, axis=-1, keepdims=True)
     if both is None:
@@ -147,7 +147,7 @@ def visibility(options: AttentionOptions, x: Operands) -> Visibility:
 def order_mask(
     is_causal: bool, window: tuple[int, int] | None, length: int, keys: int
 ) -> Array | None:
-    """What the places of queries and keys say, (1, 1, length, keys), or None."""
+    """Returns the mask by positions, (1, 1, length, keys), or None."""
     if not is_causal and window is None:
         return None
     ahead = _places(keys, 3) - _places(length, 2)
@@ -158,7 +158,7 @@ def order_mask(
 
 
 def within_lengths(x: Array, lengths: Array | None) -> Array:
-    """An array of (batch, sequence, ...) with zeros behind the length of each row."""
+    """Returns an array of (batch, sequence, ...) with zeros after each row's length."""
     if lengths is None:
         return x
     inside = _places(x.shape[1], 1, x.ndim) < lengths.reshape(-1, *(1,) * (x.ndim - 1))
@@ -166,22 +166,22 @@ def within_lengths(x: Array, lengths: Array | None) -> Array:
 
 
 def _places(count: int, axis: int, ndim: int = 4) -> Array:
-    """The positions along an axis of an array, int32 as lengths are, also with x64."""
+    """Returns the positions along an axis, int32 like lengths, even with x64."""
     shape = [1] * ndim
     shape[axis] = count
     return jnp.arange(count, dtype=jnp.int32).reshape(shape)
 
 
-# --- The products ---------------------------------------------------------------------
+# --- The matmuls ----------------------------------------------------------------------
 
 
 def attend_by_products(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
-    """The result of attention and, where that is asked for, the rows' logarithms."""
+    """Returns the result of attention and, if requested, the rows' logarithms."""
     return _attend(options, x, _probabilities)
 
 
 def decomposed(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
-    """The same without a derivative rule: for whoever has one for each operation."""
+    """Returns the same without a derivative rule; callers have one per operation."""
     return _attend(options, x, _softmax_of_scores)
 
 
@@ -207,7 +207,7 @@ def _attend(
 
 
 def _split(mask: Any, groups: int) -> Any:
-    """A mask or bias with two axes of heads: the groups, and the heads of each."""
+    """Splits the head axis of a mask or bias in two: the groups, and heads of each."""
     if mask is None:
         return None
     heads = mask.shape[1]
@@ -223,9 +223,9 @@ def _scores(
     allowed: Array | None,
     seen: Array | None,
 ) -> Float[Array, "batch groups heads q_seq kv_seq"]:
-    # Of no rows: only the dtype is asked for.
+    # A slice of no rows: only the dtype is needed.
     wide = widen(query[:0]).dtype
-    # Not -inf: a row of which nothing is left is even, and not NaN.
+    # Not -inf: a row without any key is then uniform, and not NaN.
     lowest = 0.7 * jnp.finfo(wide).min
     scores = jnp.einsum("btgnh,bsgh->bgnts", query, key, preferred_element_type=wide)
     scores = scores * scale
@@ -286,10 +286,10 @@ _probabilities.defjvp(_probabilities_rule, symbolic_zeros=True)
 
 
 def folded(size: int, batched: Operands, x: Operands, *, apart: bool) -> Operands:
-    """The operands of several calls as those of one, with their batches together.
+    """Merges the operands of several calls into those of one, along the batch.
 
     Args:
-        size: How many calls.
+        size: The number of calls.
         batched: Which operands have a first axis for the calls.
         x: The operands.
         apart: Whether calls that share a bias get one each, for its gradient.
@@ -313,12 +313,12 @@ def folded(size: int, batched: Operands, x: Operands, *, apart: bool) -> Operand
 
 
 def unfolded(size: int, array: Array, rows: int | None = None) -> Array:
-    """A result of folded calls, with an axis for the calls first.
+    """Splits a result of folded calls: adds a first axis for the calls.
 
     Args:
-        size: How many calls.
+        size: The number of calls.
         array: The result, whose first axis is that of the batch.
-        rows: The length of the axis of the batch, if it is to be 1: a sum.
+        rows: The length of the batch axis; if it is 1, the parts are summed.
     """
     parts = array.reshape(size, -1, *array.shape[1:])
     return jnp.sum(parts, axis=1, keepdims=True) if rows == 1 else parts

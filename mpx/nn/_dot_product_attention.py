@@ -1,4 +1,4 @@
-"""`dot_product_attention`: attention in one kernel where the device has one."""
+"""`dot_product_attention`: attention in one kernel if the device has one."""
 
 import math
 import numbers
@@ -150,7 +150,7 @@ def dot_product_attention(
 
 
 def checked_implementation(layer: str, implementation: object) -> Implementation:
-    """Raises unless it is one of those that there are."""
+    """Returns an `implementation`; raises unless it is valid."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
             f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; "
@@ -183,7 +183,7 @@ def _checked(*arrays: Any) -> tuple[Array, Array, Array]:
 def _four_axes(
     name: str, x: object, arrays: tuple[Array, Array, Array]
 ) -> Array | None:
-    """A mask or bias with axes for batch, heads, queries and keys."""
+    """Returns a mask or bias with axes for batch, heads, queries and keys."""
     if x is None:
         return None
     x = jnp.asarray(x)

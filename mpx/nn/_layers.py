@@ -1,9 +1,9 @@
-"""Linear layers and norms as Equinox modules.
+"""Linear layers and norms, as functions and as Equinox modules.
 
-Unlike Equinox's own they take any number of leading axes, and their result has the
-dtype of the input, whatever that of the weights: float32 weights are cast to the
-input's dtype where they are used. So the same layer trains in float32, with half
-weights (`mpx.filter_grad` casts them), and with float32 weights and half inputs.
+Unlike Equinox's own they accept any number of leading axes, and their result has the
+input's dtype, whatever that of the weights: float32 weights are cast to the input's
+dtype where they are used. So the same layer trains in float32, with half weights
+(`mpx.filter_grad` casts them), and with float32 weights and half inputs.
 """
 
 import math
@@ -19,11 +19,10 @@ from .._base.errors import describe
 from .._base.typing import AnyArray, DTypeLike
 from ._recomputed import Keep, add_bias, recomputed, widen
 
-# ----------------------------------------------------------------------------
-# Layer norm and RMS norm.
+# --- Layer norm and RMS norm ----------------------------------------------------------
 #
-# Kept for the backward pass are the half-precision x, the weight, and mean and variance
-# of each row in float32. Gradients of weight and bias are summed in float32.
+# Saved for backward: the half-precision x, the weight, and mean and variance of each
+# row in float32. Gradients of weight and bias are summed in float32.
 
 _Optional = Float[Array, "..."] | None
 
@@ -131,7 +130,7 @@ def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) ->
 
 
 def _like(parameter: Array, x: Array) -> Array:
-    """A parameter in the dtype that is computed in, with the rank of x."""
+    """Returns a parameter in the compute dtype `x.dtype`, with the rank of x."""
     missing = x.ndim - parameter.ndim
     return parameter.astype(x.dtype).reshape((1,) * missing + parameter.shape)
 
@@ -159,7 +158,7 @@ def _normalize(
     return recomputed(evaluate, x, weight, bias)
 
 
-# ----------------------------------------------------------------------------
+# --- Modules --------------------------------------------------------------------------
 
 
 class Linear(eqx.Module):
@@ -342,7 +341,7 @@ def check_size(layer: str, name: str, size: int) -> None:
 
 
 def check_rate(layer: str, name: str, rate: float) -> None:
-    """Raises unless a rate of dropout lies in [0, 1)."""
+    """Raises unless a dropout rate is in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(
             f"`{name}` of `mpx.nn.{layer}` must be at least 0 and below 1; got "
@@ -351,7 +350,7 @@ def check_rate(layer: str, name: str, rate: float) -> None:
 
 
 def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
-    """Raises where something is to be dropped, and no key says what."""
+    """Raises if dropout needs a key and `key` is None."""
     if rate and key is None:
         raise ValueError(
             f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Pass "
@@ -360,13 +359,13 @@ def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether each axis of a shape is that of another one, or 1."""
+    """Returns whether each axis of a shape equals that of `full`, or is 1."""
     pairs = zip(shape, full, strict=False)
     return len(shape) == len(full) and all(n in (1, m) for n, m in pairs)
 
 
 def check_last_axis(layer: str, x: Array, size: int) -> None:
-    """Raises unless the last axis of an input has the size that a layer is for."""
+    """Raises unless the last axis of an input has the size of the layer."""
     if x.ndim == 0 or x.shape[-1] != size:
         raise ValueError(
             f"`x` of `mpx.nn.{layer}` must have a last axis of size {size}; got "

@@ -1,12 +1,13 @@
-"""How a function keeps half precision for its backward pass.
+"""How a function saves only half precision for its backward pass.
 
-A function of `mpx.nn` computes in float32. Autodiff would keep what it computes on the
-way, in float32. Here its derivative is computed from the arguments, which are kept in
-the dtype that they were given in, inside of `jax.checkpoint`, and so again in the
-backward pass. Some values are kept, too: a few float32 for each row, such as a sum,
-which would cost one more pass over the row.
+A function of `mpx.nn` computes in float32. Autodiff would save its intermediate float32
+values. Here the derivative is computed inside of `jax.checkpoint` from the arguments,
+saved in their own dtype, so the backward pass recomputes the rest. A few float32 for
+each row are saved, too, such as a sum, which would cost one more pass.
 
-So forward mode, reverse mode, `vmap`, `scan` and higher derivatives work.
+Forward mode, reverse mode, `vmap`, `scan` and higher derivatives work.
+
+Activations, bias, dropout and rotary positions are such functions.
 """
 
 from collections.abc import Callable
@@ -21,18 +22,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 from .._base.dtypes import float_dtype, full_precision_of, is_half
 from .._base.typing import DTypeLike
 
-# Given a value of a function, gives it back, and keeps it for the backward pass.
+# Marks a value of a function as saved for backward, and returns it.
 Keep = Callable[[Array], Array]
 
 
 def recomputed(func: Callable[..., PyTree], x: Array, *args: PyTree) -> PyTree:
-    """Calls a function, of which the arguments and some values are kept.
+    """Calls a function whose arguments and marked values are saved for backward.
 
     Args:
-        func: `func(keep, x, *args)`, a function of arrays; what it gives to `keep` is
-            kept.
-        x: Its first argument. Where it is not half precision, nothing is computed
-            again.
+        func: `func(keep, x, *args)`, a function of arrays; it marks values with `keep`.
+        x: Its first argument. If it is not half precision, nothing is recomputed.
         *args: Other arguments, trees of arrays.
 
     Returns:
@@ -79,7 +78,7 @@ def _not_kept(value: Array) -> Array:
 
 @jax.custom_jvp
 def known(value: Array, computed: Array) -> Array:
-    """A value that is known, with the derivative of what computes it."""
+    """Returns `value` with the derivative of `computed`."""
     return value
 
 
@@ -91,11 +90,11 @@ def _known_rule(primals: Any, dots: Any) -> PyTree:
 def linear(
     func: Callable[[PyTree, PyTree], PyTree], residuals: PyTree, x: PyTree
 ) -> PyTree:
-    """Calls `func(residuals, x)`, linear in `x`, of which the residuals are kept.
+    """Calls `func(residuals, x)`, linear in `x`, with only the residuals saved.
 
-    The barrier is around the residuals alone: XLA may replace `float32(half(y))` by
-    `y`, and would then keep the float32 `y` in the residual's place. That of
-    `jax.checkpoint` would hold back the cotangents as well, and part them from the
+    The barrier is around the residuals only: XLA may replace `float32(half(y))` by `y`,
+    and would then save the float32 `y` instead of the residual. The barrier of
+    `jax.checkpoint` would hold back the cotangents as well, and separate them from the
     operations that make them. Four norms and softmaxes of bfloat16 need 100 MB with a
     barrier and 121 without (jax 0.10.2, CPU, 2026-11).
     """
@@ -107,28 +106,27 @@ def linear(
 
 
 def widen(x: Array) -> Array:
-    """An array in the dtype that is computed in: float32, or float64 if it is that."""
+    """Casts an array to its compute dtype: float32, or float64 for float64."""
     return x.astype(full_precision_of(x.dtype))
 
 
 def result_dtype(x: Array, dtype: DTypeLike | None, caller: str) -> np.dtype:
-    """The dtype of a result: what the user asked for, or that of the argument."""
+    """Returns the dtype of a result: the user's, or that of the argument."""
     if dtype is not None:
         return float_dtype(dtype, caller)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return x.dtype if is_float else np.dtype(np.float32)
 
 
-# ----------------------------------------------------------------------------
-# Activations, dropout and the addition of a bias, element by element.
+# --- Activations, dropout and bias ----------------------------------------------------
 
 
 def activate(
     activation: Callable[[Array], Array], x: Float[Array, "..."], *gate: Array
 ) -> Float[Array, "..."]:
-    """An activation, perhaps times a gate, computed in float32.
+    """Applies an activation, optionally times a gate, computed in float32.
 
-    Kept for the backward pass: the half-precision inputs.
+    Saved for backward: the half-precision inputs.
     """
 
     def evaluate(_: Keep, x: Array, *gate: Array) -> Array:
@@ -139,21 +137,21 @@ def activate(
 
 
 def add_bias(x: Float[Array, "... n"], bias: Float[Array, " n"]) -> Array:
-    """The sum in the dtype of x; the gradient of the bias is summed in float32."""
+    """Returns the sum in the dtype of x; the bias' gradient is summed in float32."""
     wide = widen(x)
     total = wide + bias.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + bias.shape)
     return total.astype(x.dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray) -> Array:
-    """`drop` of elements that a key chooses."""
+    """Drops random elements chosen by a key; see `drop`."""
     return drop(x, jax.random.bernoulli(key, 1 - rate, x.shape), rate)
 
 
 def drop(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Array:
-    r"""Sets elements to 0 that are not kept and divides the rest by 1 - rate.
+    r"""Sets elements to 0 where `keep` is False and divides the rest by 1 - rate.
 
-    Kept for the backward pass: the mask, one byte for each element.
+    Saved for backward: the mask, one byte for each element.
     """
 
     def evaluate(keep: Array, x: Array) -> Array:
@@ -162,14 +160,13 @@ def drop(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Array
     return linear(evaluate, keep, x)
 
 
-# ----------------------------------------------------------------------------
-# Rotary positions.
+# --- Rotary positions -----------------------------------------------------------------
 
 
 def rotate(
     x: Float[Array, "batch seq heads size"], base: float
 ) -> Float[Array, "batch seq heads size"]:
-    r"""Rotary positions: turns pairs of channels by angles that grow with the position.
+    r"""Rotates pairs of channels by angles that grow with the position (rotary).
 
     $$\begin{pmatrix} y_i \\ y_{i + d/2} \end{pmatrix} =
     \begin{pmatrix} \cos t\theta_i & -\sin t\theta_i \\
@@ -177,8 +174,8 @@ def rotate(
     \begin{pmatrix} x_i \\ x_{i + d/2} \end{pmatrix}, \qquad
     \theta_i = \text{base}^{-2i/d}$$
 
-    Angles, sines and cosines are float32; kept for the backward pass is nothing of the
-    size of x. Reference: Su et al., RoFormer, 2021, equation 34.
+    Angles, sines and cosines are float32; nothing of the size of x is saved for
+    backward. Reference: Su et al., RoFormer, 2021, equation 34.
     """
     length, half = x.shape[1], x.shape[-1] // 2
     dtype = widen(x[:0]).dtype

@@ -1,9 +1,9 @@
-"""Softmax and its relatives.
+"""Softmax, log-softmax, logsumexp, mean, variance and cross entropy.
 
-Softmax keeps the half-precision probabilities for the backward pass, its result. The
-other two keep the half-precision scores and, for each row, its maximum and the sum of
-its exponentials in float32: from a rounded logarithm the probabilities would be off by
-so many roundings as that is large.
+Softmax saves only its result for backward, the half-precision probabilities.
+Log-softmax, logsumexp and cross entropy save the half-precision scores and two float32
+for each row: its maximum, and the sum of its exponentials relative to that. From a
+rounded logarithm, a probability's error would grow with the logarithm.
 """
 
 import functools
@@ -157,20 +157,20 @@ def logsumexp(
 def log_probabilities(
     keep: Keep, x: Array, axis: Axis, where: Where
 ) -> tuple[tuple[Array, Array], Array]:
-    """Two numbers of each row, and the logarithms of the probabilities.
+    """Returns two numbers of each row, and the logarithms of the probabilities.
 
-    The numbers are the maximum of a row, and the logarithm of its sum relative to
-    that. They stay apart: in their sum, log Z, float32 would lose log Z's last digits,
-    and so would every probability, by 2e-3 at 6e4.
+    The numbers are the maximum of a row, and the logarithm of its sum relative to that.
+    They are not added: their sum, log Z, would lose its last digits in float32, which
+    changes every probability by 2e-3 at 6e4.
 
-    A row of which nothing takes part is computed as a whole, so that its derivative is
-    finite.
+    A row with every element excluded is computed as if all were included, so that its
+    derivative is finite.
     """
     seen = x
     if where is not None:
         takes_part = where | ~jnp.any(where, axis, keepdims=True)
         seen = jnp.where(takes_part, x, -jnp.inf)
-    # It cancels wherever it is used, so it needs no derivative.
+    # The peak cancels wherever it is used, so it needs no derivative.
     peak = jnp.max(seen, axis, initial=-jnp.inf, keepdims=True)
     peak = keep(jax.lax.stop_gradient(peak))
     total = keep(jnp.sum(jnp.exp(seen - peak), axis, keepdims=True))
@@ -201,12 +201,11 @@ def _softmax_rule(
 def tangent_of_softmax(
     p: Array, dot: Array, axis: Axis = -1, where: Where = None
 ) -> Array:
-    r"""$p (\dot x - \sum p \dot x)$, of probabilities and the tangent of scores."""
+    r"""Returns $p (\dot x - \sum p \dot x)$, the tangent of probabilities."""
     return p * (dot - jnp.sum(p * dot, axis, where=where, keepdims=True))
 
 
-# ----------------------------------------------------------------------------
-# Means and variances, summed in float32.
+# --- Means and variances, summed in float32 -------------------------------------------
 
 
 def mean(
@@ -297,11 +296,10 @@ def variance(
     return recomputed(evaluate, x, where)
 
 
-# ----------------------------------------------------------------------------
-# Cross entropy.
+# --- Cross entropy --------------------------------------------------------------------
 #
-# Kept for the backward pass are the half-precision logits, the labels, and of each row
-# its maximum and the sum of its exponentials relative to that, in float32.
+# Saved for backward: the half-precision logits, the labels, and for each row its
+# maximum and the sum of its exponentials relative to that, in float32.
 
 _CALL = "`mpx.nn.cross_entropy(logits, labels)`"
 
@@ -414,7 +412,7 @@ def _losses(
     if jnp.issubdtype(labels.dtype, jnp.integer):
         places = jnp.expand_dims(labels, axis)
         classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, axis)
-        # Looked up, with the gradient of a comparison: its own is a scatter.
+        # A lookup with the gradient of a comparison: its own would be a scatter.
         chosen = known(
             widen(jnp.take_along_axis(logits, places, axis)),
             jnp.sum(jnp.where(classes == places, wide, 0), axis, keepdims=True),
@@ -422,7 +420,7 @@ def _losses(
         loss = jnp.squeeze(log_total - (chosen - peak), axis)
     else:
         y = labels.astype(log_p.dtype)
-        # Nothing times infinity: a class that is not expected may be impossible.
+        # Avoids 0 * inf: a class with label 0 may have the logit -inf.
         terms = y * jnp.where((y == 0) & jnp.isinf(log_p), 0, log_p)
         loss = -jnp.sum(terms, axis, where=where)
     if smoothing:

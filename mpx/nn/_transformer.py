@@ -1,4 +1,4 @@
-"""A layer of a transformer: attention and a multi-layer perceptron."""
+"""Layers of a transformer: `MultiheadAttention` and `TransformerLayer`."""
 
 import functools
 from collections.abc import Callable
@@ -27,8 +27,7 @@ from ._layers import (
 )
 from ._recomputed import activate, dropout, rotate
 
-# ----------------------------------------------------------------------------
-# Multi-head attention with grouped queries and rotary positions.
+# --- Multi-head attention -------------------------------------------------------------
 
 MaskType = Literal["no_mask", "causal"]
 _MHA = "`mpx.nn.MultiheadAttention`"
@@ -152,14 +151,14 @@ class MultiheadAttention(eqx.Module):
         """Attends.
 
         Args:
-            x: The sequence that asks, with any number of leading axes.
-            key_value: The sequence that is looked at; `x` if None.
-            mask: True where a position may be looked at: of shape (q_seq, kv_seq),
+            x: The sequence of the queries, with any number of leading axes.
+            key_value: The sequence of keys and values; `x` if None.
+            mask: True allows attention to a position: of shape (q_seq, kv_seq),
                 (*batch, q_seq, kv_seq) or (*batch, heads, q_seq, kv_seq), each axis
-                possibly 1. A row without True attends evenly to all, but under
-                "causal" to no later one.
-            bias: What is added to the scaled scores, of a shape as for `mask`: relative
-                positions, for example. Its gradient is summed in float32.
+                possibly 1. A row without True attends evenly to all positions, except
+                later ones under "causal".
+            bias: Is added to the scaled scores, for example relative positions; shaped
+                as `mask`. Its gradient is summed in float32.
             key: A PRNG key for dropout.
             inference: Whether dropout is switched off.
 
@@ -253,7 +252,7 @@ _MEANING = {
 def _batched(
     name: str, mask: Array | None, batch: tuple[int, ...], inner: tuple[int, ...]
 ) -> Array | None:
-    """A mask of shape (batch or 1, heads or 1, q_seq, kv_seq), each inner axis or 1."""
+    """Returns a mask of shape (batch or 1, heads or 1, q_seq or 1, kv_seq or 1)."""
     if mask is None:
         return None
     shapes = {
@@ -275,7 +274,7 @@ def _batched(
     return mask.reshape(-1, *mask.shape[-3:])
 
 
-# ----------------------------------------------------------------------------
+# --- The transformer layer ------------------------------------------------------------
 
 _CALL = "`mpx.nn.TransformerLayer`"
 
@@ -409,9 +408,8 @@ class TransformerLayer(eqx.Module):
 
         Args:
             x: The sequence, with any number of leading axes.
-            mask: True where a position may be looked at; see
-                `mpx.nn.MultiheadAttention`.
-            bias: What is added to the scores of attention; see there, too.
+            mask: True allows attention to a position; see `mpx.nn.MultiheadAttention`.
+            bias: Is added to the scores of attention; see there, too.
             key: A PRNG key for dropout.
             inference: Whether dropout is switched off.
 
@@ -432,7 +430,7 @@ class TransformerLayer(eqx.Module):
         return x + dropped(self.mlp_out(y), keys[2])
 
     def _activated(self, x: Array) -> Array:
-        """What goes into the second product of the perceptron."""
+        """Returns the operand of the perceptron's second matmul."""
         y = self.mlp_in(x)
         gate = () if self.mlp_gate is None else (self.mlp_gate(x),)
         return activate(self.activation, y, *gate)

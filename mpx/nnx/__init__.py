@@ -16,19 +16,19 @@ random streams, caches, sown values, attributes, `optimizer.step`.
 **Skipped steps**, those whose loss or gradients are non-finite, leave all arrays
 unchanged, bit for bit: parameters, the optimizer with its step, and everything that the
 forward pass changed. So statistics of a batch that overflowed are dropped, and an
-unchanged random stream draws the same masks for the next batch. What JAX cannot select
-by a traced value stays changed: non-array attributes, and new arrays such as sown
-values. With `mpx.NoLossScaling(skip=False)` no step is skipped.
+unchanged random stream draws the same masks for the next batch. Non-array attributes,
+and new arrays such as sown values, stay changed: JAX cannot select them by a traced
+value. With `mpx.NoLossScaling(skip=False)` no step is skipped.
 
 **With autocast**, `value_and_grad(mpx.autocast(loss_fn), scaling)`, no input is cast;
 `mpx.autocast` alone, around any function of NNX objects or a module, also keeps changes
 to them.
 
-**What is cast** to half precision in the explicit style, inside the differentiated
-function: the differentiated Variables, all other `nnx.Param`, arrays that are plain
-attributes, and float leaves of the other arguments. Every other Variable (`BatchStat`,
-`Cache`, your own) keeps its dtype, and values that the forward pass writes into a
-Variable are cast to the Variable's dtype.
+**Casts to half precision** in the explicit style, inside the differentiated function:
+the differentiated Variables, all other `nnx.Param`, arrays that are plain attributes,
+and float leaves of the other arguments. Every other Variable (`BatchStat`, `Cache`,
+your own) keeps its dtype, and values that the forward pass writes into a Variable are
+cast to the Variable's dtype.
 
 This module needs Flax and imports it; `import mpx` does neither.
 """

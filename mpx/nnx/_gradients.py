@@ -1,4 +1,8 @@
-"""The gradient functions of Flax NNX, and `blame`: on trees, as others are."""
+"""The gradient functions of Flax NNX, `blame` and `compare`, by those of trees.
+
+A call with objects becomes one of a pure function of trees (`mpx._nnx_graph`), with two
+arguments more: `(fixed, func)` and the objects' state.
+"""
 
 import contextlib
 import dataclasses
@@ -231,9 +235,9 @@ def checked_filters(
     with_value: bool,
     options: Options,
 ) -> dict[int, object]:
-    """The filters of what is differentiated.
+    """Returns the filter of each differentiated argument, by its position.
 
-    What is wrong about the options is said now, and not at the first call.
+    Raises for invalid options now, not at the first call.
     """
     filters = _filters(argnums, call)
     refuse_method(func, call)
@@ -248,11 +252,11 @@ def _are_several(argnums: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _PureCall:
-    """A call with objects as one of trees, which changes nothing.
+    """A call with objects as a pure call of trees.
 
     Attributes:
         parts: The arguments, taken apart.
-        argnums: The positions that are differentiated.
+        argnums: The differentiated positions.
         options: The options of the gradient function of trees.
         has_aux: Whether the user's function has aux.
         may_repeat: Whether there are micro-batches.
@@ -265,10 +269,10 @@ class _PureCall:
     may_repeat: bool
 
     def of(self, func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """A function of trees that calls this one, or one like it."""
+        """Returns a function of trees that calls `func`."""
         parts = self.parts
 
-        # With the marks of `func`, by which an autocast function is known.
+        # With the attributes of `func`, which identify an autocast function.
         @wraps(func)
         def pure(*full: PyTree, **kwargs: PyTree) -> PyTree:
             *args, (fixed, func), state = full
@@ -278,13 +282,13 @@ class _PureCall:
             if not self.has_aux:
                 return result, (None, state, others)
             if not isinstance(result, tuple) or len(result) != 2:
-                return result  # the engine says what is wrong about it
+                return result  # the engine raises the error
             return result[0], (result[1], state, others)
 
         return pure
 
     def args_with(self, func: Callable[..., PyTree]) -> tuple[PyTree, ...]:
-        """The arguments of that function."""
+        """Returns the arguments of that function."""
         return (*self.parts.args, (self.parts.fixed, func), self.parts.state)
 
 
@@ -297,7 +301,7 @@ def pure_call(
     args: PyTree,
     kwargs: PyTree,
 ) -> Iterator[_PureCall]:
-    """Takes a call apart; within the context it may be run."""
+    """Takes a call apart; it can be run inside the context only."""
     inside = positions_in_call(tuple(filters), len(args), call)
     wanted = dict(zip(inside, filters.values(), strict=True))
     how = options.accumulate
@@ -317,7 +321,7 @@ def pure_call(
 
 
 def _finished(parts: Parts, result: GradientResult, has_aux: bool) -> GradientResult:
-    """Writes back what has changed, and gives the result NNX's form."""
+    """Writes changes back to the objects, and returns the result in NNX's form."""
     aux, state, others = result.aux
     finite = None if result._flags is None else result.finite
     aux = parts.write_back(aux, state, others, finite)
@@ -328,7 +332,7 @@ def _finished(parts: Parts, result: GradientResult, has_aux: bool) -> GradientRe
 
 
 def _keep(keep: LeafPredicate | None, extra: int) -> LeafPredicate | None:
-    """The user's predicate, for the paths of a call that has two arguments more."""
+    """Returns the user's predicate for paths of the call with two arguments more."""
     if keep is None:
         return None
     fixed, func = f"args[{extra}][0].", f"args[{extra}][1]"
@@ -343,7 +347,7 @@ def _keep(keep: LeafPredicate | None, extra: int) -> LeafPredicate | None:
 
 
 def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
-    """How a call is cut that has two arguments more."""
+    """Returns the accumulation for the call with two arguments more."""
     whole, new_state = how.whole, how.new_state
     weight: Any = how.weight
 
@@ -367,7 +371,7 @@ def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
 
 
 def _filters(argnums: object, call: str) -> dict[int, object]:
-    """For each position the filter of what is differentiated in it."""
+    """Returns the filter of each differentiated argument, by its position."""
     single = isinstance(argnums, int | _nnx.DiffState)
     items = [argnums] if single else argnums
     if not isinstance(items, list | tuple):
@@ -383,8 +387,7 @@ def _filters(argnums: object, call: str) -> dict[int, object]:
     return dict(zip(positions, (state.filter for state in states), strict=True))
 
 
-# ----------------------------------------------------------------------------
-# `compare`: two precisions of a loss of NNX objects, which stay unchanged.
+# --- compare --------------------------------------------------------------------------
 
 _CALL = "`mpx.nnx.compare`"
 
@@ -440,7 +443,7 @@ def compare(
             def of_trees(loss: Callable[..., PyTree]) -> Callable[..., PyTree]:
                 call = pure.of(loss)
 
-                # The function is among the arguments of a pure one; here are two.
+                # A pure function gets `func` as an argument; here are two functions.
                 @wraps(loss)
                 def own(*full: PyTree, **kwargs: PyTree) -> PyTree:
                     *args, (fixed, _), state = full

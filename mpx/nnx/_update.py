@@ -1,4 +1,4 @@
-"""`update`: an optimizer's update in place, of good steps only."""
+"""`update`: an optimizer's update in place, on good steps only."""
 
 import functools
 from typing import Any
@@ -61,8 +61,7 @@ def update(
     _refuse_gradients(optimizer, model, grads, call)
 
     nodes = (optimizer, model)
-    # On copies, since a step that is skipped must leave both as they are, and NNX
-    # updates in place.
+    # On copies: a skipped step must leave both unchanged, and NNX updates in place.
     copies = _nnx.clone(nodes)
     new_optimizer: Any = copies[0]
     is_alone = not isinstance(optimizer, _nnx.ModelAndOptimizer)
@@ -82,7 +81,7 @@ def update(
             f"{listing(before.keys() - after.keys()) or 'none'}. Make all Variables "
             "before the first step."
         )
-    # By identity: of what the optimizer did not write nothing is to be chosen.
+    # By identity: arrays that the optimizer did not write need no selection.
     changed = {name: new for name, new in after.items() if new is not before[name]}
     chosen = select_tree(good, changed, {name: before[name] for name in changed})
     leaves = {**before, **chosen}.values()
@@ -90,21 +89,21 @@ def update(
 
 
 def _by_name(state: object) -> dict[str, Any]:
-    """The same by names alone: NNX makes dictionaries of what else holds arrays."""
+    """Returns the leaves by names alone: NNX makes other containers dictionaries."""
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {name(path): leaf for path, leaf in leaves}
 
 
 def _refuse_other_optimizer(optimizer: Any, model: PyTree, call: str) -> None:
-    """Raises where an optimizer has not the state that it makes for these weights."""
+    """Raises if the optimizer's state does not fit these weights."""
     try:
         own = jax.eval_shape(optimizer.tx.init, _nnx.state(model, optimizer.wrt))
         wanted, given = (
             {name.removesuffix(".value"): x.shape for name, x in _by_name(tree).items()}
             for tree in (own, _nnx.state(optimizer.opt_state))
         )
-    except Exception:  # of which the first error tells more
+    except Exception:  # the first error is more useful
         return
     if found := differences(wanted, given):
         raise ValueError(
@@ -114,13 +113,13 @@ def _refuse_other_optimizer(optimizer: Any, model: PyTree, call: str) -> None:
 
 
 def _by_path(state: object) -> dict[str, Any]:
-    """The leaves of a state, by their paths, in order."""
+    """Returns the leaves of a state by their paths, in order."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {path_text(path): leaf for path, leaf in leaves}
 
 
 def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -> None:
-    """Raises unless there is a gradient of its shape for each updated weight."""
+    """Raises unless each updated weight has a gradient of its shape."""
     weights, given = (
         _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)
     )

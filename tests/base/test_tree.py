@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx._base.tree import WeightsByPath, path_text
 
 from ..helpers import EIGHT_BITS, OTHER_LEAVES, WIDE, assert_same_bits
 from ..registries import TRANSFORMS
@@ -110,3 +111,25 @@ def test_select_under_jit_and_vmap():
     preds = jnp.array([True, False])
     out = jax.jit(jax.vmap(mpx.select_tree))(preds, a, b)
     np.testing.assert_array_equal(out, np.array([np.nan, 2.0], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ({"a": 1, "b": {"a": 2}}, {"[0].mu['a']": [1], "[0].mu['b']['a']": [2, 1]}),
+        # A part of the weights, such as the fast ones of `optax.lookahead`.
+        ({"x": {"a": 1}, "y": {"a": 2}}, {"[0].mu['a']": [1, 2], "[0].mu['b']": []}),
+        (7, {"[0].mu": [7], "[0].count": [7]}),
+    ],
+)
+def test_an_array_belongs_to_the_weight_with_the_longest_path(weights, found):
+    """`mpx.forecast` took the first weight whose path is an end, `['a']`."""
+    known = WeightsByPath(jax.tree_util.tree_leaves_with_path(weights))
+    keys = {"[0]": jax.tree_util.SequenceKey(0)}
+    keys |= {f".{x}": jax.tree_util.GetAttrKey(x) for x in ("mu", "count")}
+    keys |= {f"[{x!r}]": jax.tree_util.DictKey(x) for x in "ab"}
+    for text, wanted in found.items():
+        parts = text.replace("[", " [").replace(".", " .").split()
+        path = tuple(keys[part] for part in parts)
+        assert path_text(path) == text
+        assert [weight for _, weight in known.of(path)] == wanted

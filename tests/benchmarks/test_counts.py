@@ -39,7 +39,10 @@ def shaped(*shape, dtype=np.float32):
 )
 def test_bytes_of_shape(text, size):
     assert counter.bytes_of_shape(text) == size
-    with pytest.raises(ValueError, match=r"must be a known HLO type; got 'q7'"):
+
+
+def test_unknown_type_is_an_error():
+    with pytest.raises(ValueError, match=r"must have known HLO types; got 'q7'"):
         counter.bytes_of_shape("q7[3]")
 
 
@@ -116,7 +119,7 @@ def test_loops_branches_and_copies(trips, times):
     copy = 2 * 10 * FLOAT + 4
     branch = 4 * 10 * FLOAT  # the larger one
     assert counts.operand_and_result_bytes(text) == loop + copy + branch
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
         counts.operand_and_result_bytes("nothing here")
 
 
@@ -134,6 +137,11 @@ def test_a_compiled_loop_counts_its_trips():
     # Each trip reads two matrices and writes one, and reads and writes for tanh.
     trip = 5 * 64 * 64 * FLOAT
     assert abs(program(10) - program(5) - 5 * trip) < 5 * 100
+
+
+def test_module_without_entry_is_an_error():
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
+        counts.operand_and_result_bytes("nothing here")
 
 
 def test_fingerprint_sees_the_program_and_not_its_place():

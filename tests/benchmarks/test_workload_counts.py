@@ -78,7 +78,10 @@ def test_kernels_and_roof_of_a_program_by_hand():
     assert call.bytes / 1e3 < by_operations
     found = kernels.roof_seconds([call, read, written], roof)
     assert found == pytest.approx(by_operations + by_bytes)
-    with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
+
+
+def test_a_program_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="must have an ENTRY computation"):
         kernels.kernels_of("HloModule empty")
 
 

@@ -39,10 +39,16 @@ def steps(tx, model, state, count=3):
 
 
 # Arrays like weights, by the fields of the state: + is never negative, S accumulates, C
-# is a copy.
+# is a copy. Names do not decide: `nu` is signed in SM3, `v` in Adan and not in
+# Adafactor, and a factor is a value.
 AVERAGES = {"exp_avg": "", "exp_avg_sq": "+", "grad_sum": ""}
 KINDS = {
     "adam": (optax.adam, {"mu": "", "nu": "+"}),
+    "slow adam": (functools.partial(optax.adam, b2=0.9999), {"mu": "", "nu": "+S"}),
+    "ademamix": (contrib.ademamix, {"m1": "", "m2": "S", "nu": "+"}),
+    "adan": (optax.adan, {"m": "", "v": "", "n": "+", "g": ""}),
+    "adafactor": (optax.adafactor, {"v": "+", "v_row": "+", "v_col": "+"}),
+    "sm3": (optax.sm3, {"nu": ""}),
     "adamax": (optax.adamax, {"mu": "", "nu": "+"}),
     "amsgrad": (optax.amsgrad, {"mu": "", "nu": "+", "nu_max": "+"}),
     "adabelief": (optax.adabelief, {"mu": "", "nu": "+"}),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 from mpx._memory._intervals import Bounds, Intervals
 from mpx._program import propagate
@@ -97,6 +98,18 @@ def test_bounds_hold(name):
 )
 def test_what_is_never_less(func, ranges, low):
     assert bounds_of(func, *ranges)[0] == low
+
+
+def test_devices_without_a_source_get_zeros():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    shift = jax.shard_map(
+        lambda x: lax.ppermute(x, "d", [(0, 1)]),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )
+    assert np.min(shift(jnp.ones(64))) == 0
+    assert bounds_of(shift, (1, 8))[0] == 0
 
 
 def test_a_function_that_is_called_twice_has_other_values():

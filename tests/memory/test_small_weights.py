@@ -119,6 +119,18 @@ def test_masters_to_start_from(bits):
     np.testing.assert_allclose(full, np.float32(model["w"]), rtol=2.0**-8)
 
 
+@pytest.mark.parametrize("bits", [32, *BITS])
+@pytest.mark.filterwarnings("ignore:.*starts from `params`")
+def test_masters_that_are_stored_in_8_bits(bits):
+    """They were an error of shapes with `bits` below 32."""
+    stored = mpx.quantization.quantize_weights({"w": jnp.ones((32, 32)) / 3})
+    full = mpx.quantization.dequantize_weights(stored)
+    model = jax.tree.map(lambda w: w.astype(jnp.bfloat16), full)
+    init = mpx.master_weights(optax.sgd(0.1), bits=bits).init
+    found, wanted = (mpx.full_weights(model, init(model, m)) for m in (stored, full))
+    assert same_bits(found, wanted)
+
+
 def test_masters_that_are_lost_are_named():
     """With `bits=0`; not where the weights are the masters."""
     masters = {"w": jax.random.normal(jax.random.key(0), (8, 8)), "norm": jnp.ones(3)}

@@ -3,10 +3,20 @@
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mpx._autocast import _control_flow, _custom_rules, _loops, _rewrites as _scatter
-from mpx._program import PRIMITIVES, Flops, PrimitiveClass, primitives, properties
+from mpx._program import (
+    PRIMITIVES,
+    Flops,
+    PrimitiveClass,
+    distinct_equations,
+    is_matmul,
+    primitives,
+    properties,
+)
 from mpx._tools._inspect import _costs
 
 # Imports every module, which the other tests of this process need not suffer.
@@ -130,3 +140,13 @@ def test_every_primitive_that_autocast_computes_with_is_counted():
 )
 def test_class(name, expected):
     assert properties(name).kind is expected
+
+
+def test_products_of_blocks_with_scales_are_matmuls_and_products_of_numbers_are_not():
+    def program(a, s):
+        return jnp.exp(jax.nn.scaled_matmul(a, a, s, s)), a[0] @ a[0].T * 2
+
+    a, s = jnp.ones((1, 32, 32), jnp.bfloat16), jnp.ones((1, 32, 1), jnp.bfloat16)
+    equations = distinct_equations(jax.make_jaxpr(program)(a, s))
+    found = [e.primitive.name for e in equations if is_matmul(e)]
+    assert {*found} == {"scaled_matmul_wrapper", "dot_general"}

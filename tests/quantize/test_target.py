@@ -11,6 +11,7 @@ import mpx
 from mpx._quantize import Target, path_of, target_from
 from mpx._quantize._formats._target import target_of, this_cpu
 from mpx._settings._ambient import settings_of
+from mpx._tools._counter import TARGETS
 from mpx._tools._forecast._forecast_views import Forecast
 from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
 from tests.quantize.linear_cases import matrix_product
@@ -64,9 +65,11 @@ def test_every_argument_refuses_unknown_names_in_one_way(argument):
             CALLS[argument](name)
     with pytest.raises(TypeError, match=f"{argument} must be one of .*; got 90"):
         CALLS[argument](90)
-    if " of " in argument:  # nothing is known of its speed
-        with pytest.raises(ValueError, match=f"{argument} must .*; got 'a100'"):
-            CALLS[argument]("a100")
+    if " of " in argument:
+        for name, read in (("NVIDIA A100", "a100"), ("GB300", "gb300"), ("cpu", "cpu")):
+            why = f"got '{name}', but the rates of {read} are unknown"
+            with pytest.raises(ValueError, match=f"{argument} must be .*; {why}"):
+                CALLS[argument](name)
 
 
 def test_every_argument_takes_every_spelling():
@@ -76,6 +79,18 @@ def test_every_argument_takes_every_spelling():
         if name in ("h100", "b200", "tpu v5e", "tpu v5p", "tpu v6e", "tpu7x"):
             for one in spellings:
                 mpx.forecast(jnp.sum, targets=one, constants={name.upper(): {}})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_forecast_for_is_a_target_of_autocast(name):
+    """The tables agree: names are the core's, and peaks are those of its hardware."""
+    device, target = TARGETS[name], target_from(name)
+    assert device.platform == target.platform
+    assert (8 in device.roof.peaks) == target.has_fp8_units
+    assert (4 in device.roof.peaks) == target.has_block_units
+    if device.platform == "cuda":
+        major, minor = target.capability
+        assert f"major: {major} minor: {minor}" in " ".join(device.config.split())
 
 
 def test_without_a_name_it_is_the_default_device():

@@ -175,7 +175,7 @@ def test_blame_names_the_planted_line_and_check_the_weight(recipe, target):
     assert first is not None
     assert first.primitive == "exp" and first.scope == "planted"
     number = planted.__code__.co_firstlineno + 2
-    assert first.line.endswith(f"test_tools_on_targets.py:{number}")
+    assert first.line.endswith(f"test_on_targets.py:{number}")
 
 
 @pytest.mark.slow

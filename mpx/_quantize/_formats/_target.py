@@ -148,10 +148,11 @@ def read_target(
     ignored.
 
     Args:
-        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU, "H100" or
-            "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
+        value: "cpu", "cpu bf16"; "sm_90" and the like; the name of a GPU,
+            "H100" or "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
         argument: The argument's name, for messages.
-        among: The accepted names; all if omitted.
+        among: The names of targets whose rates are known, if those are needed; by
+            default all targets are accepted.
 
     Raises:
         TypeError: The value is not a string.
@@ -161,7 +162,8 @@ def read_target(
     if found is None or (among is not None and found.name not in among):
         known = ", ".join(_KNOWN if among is None else (f'"{name}"' for name in among))
         error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{argument} must be one of {known}; got {value!r}.")
+        why = f", but the rates of {found.name} are unknown" if found else ""
+        raise error(f"{argument} must be one of {known}; got {value!r}{why}.")
     return found
 
 

@@ -1,9 +1,16 @@
-"""Finding what made a step bad: the step is run again and looked into.
+"""Finds the cause of a skipped step (`mpx.blame`) by replaying and inspecting it.
 
-`_replay` makes a program of the step. `_graph` opens all programs in it, `_record` runs
-it and records what its operations make, turn by turn, `_beginnings` follows what is bad
-back to where it began, and `_search` finds the operation that is the cause. `_describe`
-and `_origin` say what it is, `_verdict` and `_rows` why it happened.
+In order of reading:
+
+* `_blame_report`: the data of a report; what counts as bad, and the ranges of arrays.
+* `_graph`: the program of the step with all programs in it opened.
+* `_record`: runs it and records values, by loop iteration and device.
+* `_search`: follows bad values back to their beginning, and finds the cause.
+* `_replay`: the step as a program that can be run again.
+* `_describe`: describes a cause: operation, weight, pass, line, reason.
+* `_verdict`: runs variants of the step, and tries rules of `mpx.autocast`.
+* `_blame`: `mpx.blame`, and the search for rows of the batch.
+* `_blame_views`: the report as text, HTML and JSON.
 """
 
 from ._blame import blame, blamed, refuse_limit

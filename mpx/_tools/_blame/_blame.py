@@ -1,4 +1,8 @@
-"""`mpx.blame`: a bad step run again, to find what made it bad."""
+"""`mpx.blame`: replays a skipped step to find its cause.
+
+`blamed` runs variants of the step (loss scale 1, float32) for the verdict and describes
+the culprits; `bad_rows` halves the batch to find the rows that cause it.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,13 +38,12 @@ from ._verdict import (
     precision_advice,
 )
 
-# ----------------------------------------------------------------------------
-# Which rows of a batch make a step bad, by halving the batch.
+# --- Bad rows -------------------------------------------------------------------------
 #
-# The program is not compiled again: where a part of the batch is tried, its rows are
-# repeated until the batch is full.
+# The batch is halved. The program is compiled once: when a part of the batch is tried,
+# its rows are repeated until the batch is full.
 
-# How many runs are spent on it.
+# The most runs of this search.
 _RUNS = 200
 
 
@@ -49,16 +52,16 @@ def bad_rows(
     inputs: Sequence[AnyArray],
     batch: Sequence[int],
 ) -> tuple[tuple[int, ...], int]:
-    """The rows that make a step bad, each alone, and how many were not tried alone.
+    """Returns the rows that each make a step bad alone, and how many were not tried.
 
     Args:
-        is_bad: Whether a step is bad with these inputs.
-        inputs: The inputs that it had.
-        batch: The places of those whose first axis is that of the batch.
+        is_bad: Returns whether the step is bad with given inputs.
+        inputs: The inputs of the step.
+        batch: The positions of inputs whose first axis is the batch.
 
     Returns:
-        Their numbers, and how many rows of bad parts are left when the runs are used
-        up. Nothing where no row does it alone, or every row does.
+        The row numbers, and the number of rows of bad parts left when the runs are used
+        up. Empty if no row, or every row, does it alone.
     """
     count = inputs[batch[0]].shape[0] if batch else 0
     found: list[int] = []
@@ -69,7 +72,7 @@ def bad_rows(
         chosen = list(inputs)
         for i in batch:
             x = jnp.asarray(inputs[i])
-            # On explicit axes it has to be told where the rows are to be.
+            # With explicit axes, JAX needs the sharding of the result.
             where = jax.typeof(x).sharding
             is_explicit = any(axis is not None for axis in where.spec)
             chosen[i] = x.at[index].get(out_sharding=where if is_explicit else None)
@@ -92,7 +95,7 @@ def bad_rows(
 
 
 def batch_inputs(inputs: Sequence[AnyArray], candidates: Sequence[int]) -> list[int]:
-    """Which inputs are cut into rows: those with the most common first length."""
+    """Returns the inputs that are cut into rows: with the most common first length."""
     shapes = {i: np.shape(inputs[i]) for i in candidates}
     lengths = [shape[0] for shape in shapes.values() if shape and shape[0] > 1]
     if not lengths:
@@ -101,7 +104,7 @@ def batch_inputs(inputs: Sequence[AnyArray], candidates: Sequence[int]) -> list[
     return [i for i, shape in shapes.items() if shape and shape[0] == most]
 
 
-# ----------------------------------------------------------------------------
+# --- Replaying and reporting ----------------------------------------------------------
 
 
 def blame(
@@ -168,7 +171,7 @@ def blame(
         (<Verdict.DATA: 'data or mathematics'>, 'log', 'the logarithm of zero', (1,))
     """
     options = Options.of(locals())
-    # What is wrong about the options is said now, and not at the first call.
+    # Validate the options now, not at the first call.
     gradient_function(CALL, func, scaling, argnums, True, options)
     refuse_limit(above, CALL)
 
@@ -189,10 +192,10 @@ def blame(
 def _refuse_step(
     func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> None:
-    """Raises where a function is no loss: it returns a model, or gradients."""
+    """Raises if `func` is not a loss: it returns a model, or gradients."""
     try:
         result = eqx.filter_eval_shape(func, *args, **kwargs)
-    except Exception:  # of which the first error tells more
+    except Exception:  # the first error is more helpful
         return
     is_pair = isinstance(result, tuple) and len(result) == 2  # a loss and `aux`
     shape = getattr(result[0] if is_pair else result, "shape", None)
@@ -206,7 +209,7 @@ def _refuse_step(
 
 
 def blamed(step: StepOf, above: float | None) -> BlameReport:
-    """Replays a step and reports."""
+    """Replays a step and returns the report."""
     replay, scale = step.replay(), loss_scale_of(step.scaling)
     name = name_of(step.func)
     nothing = BlameReport(name, Verdict.NOTHING, (), (), scale, None, (), _NOTHING)
@@ -223,22 +226,22 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     places = tuple(replay.places[i] for i in sorted(bad))
     found = dataclasses.replace(nothing, places=places)
 
-    def told(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:
+    def reported(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:
         culprits = _culprits(step, replay, above)
         if not culprits:
             fields["advice"] = f"{_NOT_FOUND} {fields.get('advice', '')}".strip()
         return dataclasses.replace(found, culprits=culprits, **fields)
 
     if scale != 1 and is_finite_at_one(step, replay):
-        return told(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
+        return reported(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
     control = step.in_float32()
     in_float32 = control.replay()
     if not in_float32.bad_places():
-        return _of_precision(step, told(step, replay))
+        return _of_precision(step, reported(step, replay))
     rows, untried = _rows(control, in_float32)
     fields = {"rows": rows, "untried_rows": untried}
     fields["advice"] = _DATA_ROWS if rows else _DATA
-    return told(control, in_float32, verdict=Verdict.DATA, **fields)
+    return reported(control, in_float32, verdict=Verdict.DATA, **fields)
 
 
 def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
@@ -248,7 +251,7 @@ def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
     if rule is None:
         advice = precision_advice(step, found.culprits)
     elif is_everywhere:
-        # A rule that is all of the program cures nothing that float32 does not.
+        # A rule for the whole program adds nothing to what float32 shows.
         rule, advice = None, _RANGE if in_bfloat16 else _EVERYWHERE
     else:
         part = "" if share is None else f", for {share_text(share)} of the FLOPs"
@@ -295,7 +298,7 @@ def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culpri
     names = _names(step, replay)
     weights = [name if is_weight else None for name, is_weight in names]
     texts = [name for name, _ in names]
-    # The results to be looked behind: with a limit, all of them.
+    # The results to search from: with a limit, all of them.
     every = frozenset(range(len(replay.places)))
     causes = replay.causes(replay.bad_places() if above is None else every, above)
     found = [culprit_of(replay, cause, texts, weights, above) for cause in causes]
@@ -303,10 +306,10 @@ def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culpri
 
 
 def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
-    """Culprits without those of the same operation, line and weight as one before.
+    """Returns culprits without repetitions: same operation, line, scope and weight.
 
-    A literal is in the forward pass, and a copy of it in the derivative, where NaN may
-    be made of it. Without a line nothing is known to be the same.
+    A literal of the forward pass has a copy in the derivative, which may make NaN of
+    it. Culprits without a line are all kept.
     """
     kept: dict[object, Culprit] = {}
     holders = [c for c in culprits if c.primitive in ("constant", "select_n")]
@@ -314,7 +317,7 @@ def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
     for number, culprit in enumerate(culprits):
         key: object = number
         if given.get(culprit.made_at, culprit) is not culprit:
-            continue  # made of what is told anyway
+            continue  # made of a constant that is reported anyway
         if culprit.line and culprit.primitive != "input":
             is_constant = culprit.primitive == "constant"
             weights = () if is_constant else culprit.parameters
@@ -324,7 +327,7 @@ def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
 
 
 def _names(step: StepOf, replay: Replay) -> list[tuple[str, bool]]:
-    """What the inputs of the replay are called, and which are weights."""
+    """Returns the name of each input of the replay, and whether it is a weight."""
     argnums = step.argnums
     positions = argnums if isinstance(argnums, tuple) else (argnums or 0,)
     inside = positions_in_call(positions, len(step.args), CALL)
@@ -337,13 +340,13 @@ def _names(step: StepOf, replay: Replay) -> list[tuple[str, bool]]:
 
 
 def _is_data(path: KeyPath, count: int) -> bool:
-    """Whether an input of the replay is of the user's arguments."""
+    """Returns whether an input of the replay is one of the user's arguments."""
     root, first, *_ = path
     return root.idx == 2 or (root.idx == 1 and first.idx < count)
 
 
 def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:
-    """The rows of the batch that make a step bad, each alone, and those not tried."""
+    """Returns the batch rows that each make a step bad, and how many were not tried."""
     last = len(step.args) if step.count is None else step.count
     named = zip(replay.paths, _names(step, replay), strict=True)
     data = [
@@ -358,7 +361,7 @@ def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:
 
 
 def refuse_limit(above: object, call: str) -> None:
-    """Raises where `above` is no magnitude."""
+    """Raises if `above` is not a positive number."""
     if above is None:
         return
     if not isinstance(above, int | float) or isinstance(above, bool):

@@ -1,4 +1,4 @@
-"""What `mpx.blame` found: plain data."""
+"""The data of a report of `mpx.blame`, and the measures of an array it is made of."""
 
 import dataclasses
 import enum
@@ -13,22 +13,21 @@ from ..._base.dtypes import full_precision_of
 from ..._base.typing import AnyArray, Aval, ScalarLike
 from ..._settings import Candidate, Rule
 
-# ----------------------------------------------------------------------------
-# What is bad about an array, what numbers it holds, and a cure to try.
+# --- Badness and ranges of arrays, and a cure -----------------------------------------
 
 
 def is_number(aval: object) -> bool:
-    """Whether arrays of a type can hold what is bad."""
+    """Returns whether arrays of a type can hold NaN or infinity."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
-    """2 if an array holds NaN, 1 if anything else that is bad, 0 if not, as an int32.
+    """Returns 2 if an array holds NaN, 1 if other bad values, else 0, as an int32.
 
     Args:
         x: The array.
-        above: Numbers of larger magnitude are bad, too; None for none.
+        above: Values of larger magnitude count as bad, too; None for no limit.
     """
     if not is_number(jax.typeof(x)) or not x.size:
         return jnp.zeros((), jnp.int32)
@@ -39,7 +38,7 @@ def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
         else:
             wide = part.astype(full_precision_of(part.dtype))
             limit = jnp.broadcast_to(jnp.asarray(above, wide.dtype), wide.shape)
-            # Not `>`, of which NaN is false.
+            # Not `>`, which is false for NaN.
             is_bad = ~(jax.lax.abs(wide) <= limit)
         level = is_bad.astype(jnp.int32) + jax.lax.ne(part, part).astype(jnp.int32)
         # A maximum: XLA:CPU has no `or` of integers over devices (jaxlib 0.10.2,
@@ -50,17 +49,17 @@ def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
 
 
 def _parts(x: AnyArray) -> list[AnyArray]:
-    """An array as arrays of real numbers of more than 8 bits."""
+    """Returns an array as arrays of real numbers of more than 8 bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [x.real, x.imag]
     return [x.astype(jnp.float32) if x.dtype.itemsize < 2 else x]
 
 
 def cured(x: AnyArray, switch: AnyArray, large: float) -> AnyArray:
-    """An array with finite numbers in place of bad ones, where a switch is on.
+    """Replaces bad values by finite ones if `switch` is on.
 
-    NaN becomes 1 and infinity `large` with its sign, so that what depends on them is
-    finite. It need not be right.
+    NaN becomes 1 and infinity becomes `large` with its sign. The result is finite, not
+    necessarily right.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         real, imag = (cured(part, switch, large) for part in (x.real, x.imag))
@@ -75,7 +74,7 @@ def cured(x: AnyArray, switch: AnyArray, large: float) -> AnyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What numbers an array held."""
+    """The range of an array's numbers."""
 
     type: str
     """Its type: `float16[8,16]`."""
@@ -103,7 +102,7 @@ MEASURED = 5
 
 
 def measured(x: AnyArray) -> Array:
-    """Minimum, maximum, and the counts of NaN, infinity and zero, as float32."""
+    """Returns minimum, maximum, counts of NaN, infinity and zero, as float32."""
     if not x.size:
         return jnp.zeros((MEASURED,), jnp.float32)
     wide = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
@@ -119,7 +118,7 @@ def measured(x: AnyArray) -> Array:
         jax.lax.select(jax.lax.eq(wide, zero), one, zero),
     )
 
-    # One pass, which is one operation to compile.
+    # One pass: one operation to compile.
     def join(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
         sums = (x + y for x, y in zip(a[2:], b[2:], strict=True))
         return jax.lax.min(a[0], b[0]), jax.lax.max(a[1], b[1]), *sums
@@ -130,7 +129,7 @@ def measured(x: AnyArray) -> Array:
 
 
 def range_of(aval: Aval, numbers: np.ndarray) -> Range:
-    """The range of an array of a type that `measured` looked at."""
+    """Returns the range of an array, from its type and what `measured` returned."""
     least, largest, *counts = (float(x) for x in numbers)
     size = max(1, int(np.prod(aval.shape)))
     nans, infinities, zeros = (count / size for count in counts)
@@ -141,7 +140,7 @@ def range_of(aval: Aval, numbers: np.ndarray) -> Range:
     return Range(kind, least, largest, amax, nans, infinities, zeros)
 
 
-# ----------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------
 
 
 class Verdict(enum.Enum):
@@ -164,11 +163,11 @@ class AtLine:
     line: str
 
     def __call__(self, operation: Candidate) -> bool:
-        """Whether an operation comes from the line."""
+        """Returns whether an operation comes from the line."""
         return operation.line.endswith(self.line)
 
     def __str__(self) -> str:
-        """The condition as code."""
+        """Returns the condition as code."""
         return f'lambda operation: operation.line.endswith("{self.line}")'
 
 
@@ -221,7 +220,7 @@ class Culprit:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """All that a report holds; `BlameReport` is it with the ways to look at it."""
+    """The data of a report; `BlameReport` adds the views."""
 
     name: str
     """The name of the function."""

@@ -1,20 +1,17 @@
-"""A report of `mpx.blame` and the ways to look at it."""
+"""Views of a report of `mpx.blame`: text, one page of HTML, JSON."""
 
 import dataclasses
 import html
-import json
-import math
 import os
 import textwrap
 from typing import Any
 
 from ..._settings import Rule
 from .._inspect import share_text, short_type
-from .._report_files import document, framed, save_as
+from .._report_files import document, framed, save_as, to_json
 from ._blame_report import Content, Culprit, Range, Verdict
 
-# ----------------------------------------------------------------------------
-# A report as text, in 100 columns.
+# --- Text, in 100 columns -------------------------------------------------------------
 
 _WIDTH = 100
 _INDENT = 14
@@ -22,7 +19,7 @@ _ROWS = 16
 
 
 def text_of(report: Content) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     is_bad = report.verdict is not Verdict.NOTHING
     first = report.verdict.value if is_bad else head(report)
     lines = [f"blame {report.name}: {first}"]
@@ -44,7 +41,7 @@ def text_of(report: Content) -> str:
 
 
 def rows_text(report: Content) -> str:
-    """The rows of the batch, as many as fit, and how many there are."""
+    """Returns the rows of the batch, as many as fit, and their number."""
     shown = ", ".join(map(str, report.rows[:_ROWS]))
     more = len(report.rows) - _ROWS
     text = shown + (f" and {more} more, {len(report.rows)} in all" if more > 0 else "")
@@ -53,7 +50,7 @@ def rows_text(report: Content) -> str:
 
 
 def head(report: Content, *, all_places: bool = False) -> str:
-    """What is bad, in a line."""
+    """Returns one line about the bad results."""
     scale = f"loss scale {report.loss_scale:g}"
     if not report.places and report.culprits:
         return f"finite, {scale}, with large numbers"
@@ -66,7 +63,7 @@ def head(report: Content, *, all_places: bool = False) -> str:
 
 
 def titles(report: Content) -> list[str]:
-    """A title for each culprit."""
+    """Returns a title for each culprit."""
     return [
         f"Independent of it ({number}): {_title(culprit)}"
         if number
@@ -83,7 +80,7 @@ def _title(culprit: Culprit) -> str:
 
 
 def details(culprit: Culprit) -> list[tuple[str, str]]:
-    """Names and texts of what is known of a culprit, but for its numbers."""
+    """Returns the names and texts of a culprit's fields, without its ranges."""
     what = "gradient of" if culprit.gradient == "wgrad" else "parameter"
     found = [
         ("why", culprit.reason),
@@ -98,14 +95,14 @@ def details(culprit: Culprit) -> list[tuple[str, str]]:
 
 
 def ranges(culprit: Culprit) -> list[tuple[str, Range]]:
-    """What its operands and results held, each with what it is."""
+    """Returns the ranges of operands and results, each with `operand` or `result`."""
     made = "value" if culprit.primitive in ("input", "constant") else "result"
     pairs = (("operand", culprit.operands), (made, culprit.results))
     return [(name, one) for name, found in pairs for one in found]
 
 
 def rule_text(rule: Rule) -> str:
-    """A rule as code."""
+    """Returns a rule as code."""
     named: Any = rule.precision
     parts = [f"mpx.Precision.{named.name}"]
     for name in ("primitive", "scope", "parameter"):
@@ -135,12 +132,11 @@ def _range(one: Range) -> str:
     return text + (f", {share_text(one.bad)} non-finite" if one.bad else "")
 
 
-# ----------------------------------------------------------------------------
-# A report as one page of HTML: its style is in it, and it needs no network.
+# --- One page of HTML, which includes its style and needs no network ------------------
 
 
 def page(report: Content) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     pairs = zip(titles(report), report.culprits, strict=True)
     return document(
         "mpx._tools._blame",
@@ -154,7 +150,7 @@ def page(report: Content) -> str:
 
 
 def _advice(report: Content) -> str:
-    """What to do, the lines that are code as such."""
+    """Returns the advice as HTML, with code as such."""
     parts = []
     for line in report.advice.splitlines():
         tag = "pre" if line.startswith("  ") else "p"
@@ -198,7 +194,7 @@ def _bad(share: float) -> str:
     return f'<td class="bad">{_share(share)}</td>' if share else "<td></td>"
 
 
-# ----------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,12 +208,9 @@ class BlameReport(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, with null for non-finite numbers."""
-        data = {"format": "mpx blame", "version": 1} | dataclasses.asdict(self)
-        data |= {
-            "verdict": self.verdict.value,
-            "rule": None if self.rule is None else rule_text(self.rule),
-        }
-        return json.dumps(_plain(data), indent=1)
+        rule = None if self.rule is None else rule_text(self.rule)
+        verdict = self.verdict.value
+        return to_json(self, "mpx blame", 1, verdict=verdict, rule=rule)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -236,18 +229,9 @@ class BlameReport(Content):
         save_as(path, writers, "`mpx.reports.BlameReport.save(path)`")
 
     def __str__(self) -> str:
-        """The report as text, in 100 columns."""
+        """Returns the report as text, in 100 columns."""
         return text_of(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
+        """Returns the page in a frame, for notebooks."""
         return framed(page(self), self.name, height=480)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold of a tree."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""From a cause in a program to a culprit that a person can read."""
+"""Describes a cause in a program as a culprit, for the report."""
 
 import linecache
 from collections.abc import Iterator, Sequence
@@ -6,23 +6,22 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from ..._program import PrimitiveClass, properties, scopes, user_frame
+from ..._program import PrimitiveClass, is_matmul, properties, scopes, user_frame
 from .._inspect import function_path, innermost_note, line_text, phase, scope_path
 from ._blame_report import Culprit, Range, is_number
 from ._graph import Graph, Node, Scope, is_same_numbers
 from ._replay import Replay
 from ._search import Cause
 
-# ----------------------------------------------------------------------------
-# What a cause has to do with weights: which one, and in which of their gradients.
+# --- Weights and gradients ------------------------------------------------------------
 
 
 def parameters_of(cause: Cause, names: Sequence[str | None]) -> tuple[str, ...]:
-    """The weights among the operands of a cause, moved, cut or cast perhaps.
+    """Returns the weights among the operands of a cause, maybe moved, cut or cast.
 
     Args:
         cause: The cause.
-        names: For each input of the program the path of the weight that it is.
+        names: For each input of the program, the path of its weight, or None.
     """
     values = cause.step.operands if cause.step is not None else (cause.value,)
     indices = (_input_of(cause.graph, value) for value in values)
@@ -31,12 +30,12 @@ def parameters_of(cause: Cause, names: Sequence[str | None]) -> tuple[str, ...]:
 
 
 def input_of(cause: Cause) -> int | None:
-    """The input of the program that a cause is, if it is one."""
+    """Returns the position of the program's input that a cause is; None if none."""
     return _input_of(cause.graph, cause.value)
 
 
 def _input_of(graph: Graph, value: int) -> int | None:
-    """The input of the program whose numbers a value holds."""
+    """Returns the input of the program whose values `value` has; None if none."""
     value = graph.source(value, _is_moved)
     while value in graph.enters:
         scope, position = graph.enters[value]
@@ -48,15 +47,15 @@ def _input_of(graph: Graph, value: int) -> int | None:
 
 
 def _is_moved(step: Node) -> bool:
-    """Whether an operation moves or casts its first operand."""
+    """Returns whether an operation moves or casts its first operand."""
     known = properties(step.primitive)
     return known.moves or known.kind is PrimitiveClass.CONVERT
 
 
 def gradient_of(cause: Cause) -> tuple[int, ...]:
-    """The gradients, outputs of the program, that are all that a cause goes into.
+    """Returns the outputs (gradients) that a cause ends in, if nothing else uses it.
 
-    Empty where a product is computed with it: a cotangent that goes on.
+    Empty if a matmul uses it: then it is a cotangent that is passed on.
     """
     if cause.step is None:
         return ()
@@ -64,7 +63,7 @@ def gradient_of(cause: Cause) -> tuple[int, ...]:
     ends = _ends_of(graph, cause.step.results, scope)
     while scope is not None and ends is not None:
         places = {scope.sub.results[i] for i in ends}
-        # What a loop carries is summed on in its turns: it comes in as it went out.
+        # A loop's carry is summed over the iterations: it goes in as it came out.
         values = [scope.results[i] for i in places if i is not None]
         scope = scope.outer
         ends = None if None in places else _ends_of(graph, values, scope)
@@ -74,7 +73,7 @@ def gradient_of(cause: Cause) -> tuple[int, ...]:
 def _ends_of(
     graph: Graph, values: Sequence[int], scope: Scope | None
 ) -> set[int] | None:
-    """The outputs of a scope that values go into; None if into something else, too."""
+    """Returns the outputs of a scope that use the values; None if others do."""
     seen, todo = set(), list(values)
     while todo:
         value = todo.pop()
@@ -86,7 +85,7 @@ def _ends_of(
         for step in graph.users.get(value, ()):
             if not any(is_number(graph.aval(v)) for v in step.results):
                 continue  # a check
-            # Products are the operations by which a cotangent goes on.
+            # Matmuls are the operations that pass a cotangent on.
             kind = properties(step.primitive).kind
             if kind in (PrimitiveClass.HALF, PrimitiveClass.RECURSE):
                 return None
@@ -95,17 +94,17 @@ def _ends_of(
     return {i for i, value in enumerate(outputs) if value in seen}
 
 
-# ----------------------------------------------------------------------------
-# Of which pass a cause is: the forward pass, the backward pass, or a recomputation.
+# --- Phase: forward, backward or recompute --------------------------------------------
 #
-# The loss depends on what the function computes without a derivative, and on nothing
-# else. So a value that the loss depends on is of the forward pass. Any other one is of
-# the gradient: cotangents, and what a derivative rule makes on the way forward (that of
-# `x ** 0.5` computes `x ** -0.5`). Scopes of JAX cannot tell: both are under `jvp`.
+# The loss depends only on what the function computes without a derivative. So a value
+# that the loss depends on is in the forward pass. Any other value is for the gradient:
+# cotangents, and what a derivative rule computes in the forward pass (that of
+# `x ** 0.5` computes `x ** -0.5`). The scopes of JAX do not show this: both are under
+# `jvp`.
 
 
 def phase_of(cause: Cause) -> str:
-    """`forward`, `backward`, or `recompute`: of the forward pass, computed again."""
+    """Returns `forward`, `backward`, or `recompute` (the forward pass repeated)."""
     graph, step = cause.graph, cause.step
     if step is None:
         return "forward"
@@ -116,15 +115,15 @@ def phase_of(cause: Cause) -> str:
     if phase(entries) != "recompute":
         return "backward"
     forward = (s for s in graph.steps if not graph.forward.isdisjoint(s.results))
-    # A derivative in a checkpoint has the same scopes as what is computed again.
+    # A derivative in a checkpoint has the same scopes as a recomputed operation.
     is_again = any(_is_same(graph, step, other) for other in forward)
     return "recompute" if is_again else "backward"
 
 
 def _is_same(graph: Graph, a: Node, b: Node) -> bool:
-    """Whether two operations compute the same, as far as their scopes show.
+    """Returns whether two operations compute the same, as far as their scopes show.
 
-    An input of a scope may be any value of its shape.
+    Inputs of scopes count as equal if their shapes are.
     """
     seen: set[tuple[int, int]] = set()
     if _operation(a) != _operation(b):
@@ -151,7 +150,7 @@ def _is_same(graph: Graph, a: Node, b: Node) -> bool:
 
 
 def _is_copied(step: Node) -> bool:
-    """Copies and casts: what is computed again begins with a cast."""
+    """Returns whether it is a copy or a cast: a recomputation begins with a cast."""
     is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
     return is_cast or is_same_numbers(step)
 
@@ -164,7 +163,7 @@ def _operation(step: Node) -> tuple[object, ...]:
     return step.primitive, len(step.operands), str(step.equation.params)
 
 
-# ----------------------------------------------------------------------------
+# --- Culprits -------------------------------------------------------------------------
 
 
 def culprit_of(
@@ -179,9 +178,9 @@ def culprit_of(
     Args:
         replay: The step.
         cause: The cause.
-        names: For each input of the step its name.
-        weights: The same, None for what is no weight.
-        above: What counts as large, if that was asked for.
+        names: The name of each input of the step.
+        weights: The same for weights; None for other inputs.
+        above: The limit above which values count as large; None if not set.
     """
     step, entries, frames = cause.step, (), ()
     at = cause.scope if step is None else step
@@ -234,7 +233,7 @@ def culprit_of(
 
 
 def _inside(cause: Cause) -> Iterator[str]:
-    """The loops and branches that it stands in, the outermost first."""
+    """Yields the loops and branches around the cause, the outermost first."""
     index = iter(cause.index)
     for scope in cause.step.around if cause.results and cause.step else ():
         at = next(index) if scope.length is not None else scope.branch
@@ -247,10 +246,10 @@ def _inside(cause: Cause) -> Iterator[str]:
 
 
 def _maker(cause: Cause) -> Node | None:
-    """The operation that made what an operation cannot take.
+    """Returns the operation that made the offending operand; None if unknown.
 
-    Of a cast a number that does not fit, of a division or a logarithm a zero, of what
-    makes NaN of an infinity that infinity.
+    The operand is, of a cast, a number that overflows; of a division or a logarithm,
+    a zero; of an operation that makes NaN of an infinity, that infinity.
     """
     graph, step = cause.graph, cause.step
     if step is None or not cause.results:
@@ -263,9 +262,9 @@ def _maker(cause: Cause) -> Node | None:
 
 
 def _zero_maker(cause: Cause, step: Node) -> Node | None:
-    """The operation that made a zero of numbers in half precision that are none.
+    """Returns the half-precision operation that made a zero of nonzero numbers.
 
-    An underflow, or a difference that is rounded away.
+    It is an underflow, or a difference that is rounded away.
     """
     graph, zeros = cause.graph, cause.zeros
     if not _divides(step) and step.primitive not in _LOGARITHMS:
@@ -328,7 +327,7 @@ def _reason(cause: Cause, kind: str, above: float | None) -> str:
     if kind == "nan" and _divides(step):
         return "zero divided by zero" if any(o.zeros for o in operands) else ""
     if _divides(step) and any(o.zeros for o in operands):
-        return "a division by zero"  # some of them of zeros
+        return "a division by zero"  # of a part that includes zeros
     return _domain(step, operands, made)
 
 
@@ -349,7 +348,6 @@ def _domain(step: Node, operands: Sequence[Range], made: Sequence[Range]) -> str
     is_negative = bool(operands) and operands[0].least < 0
     if step.primitive in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and is_negative:
         return f"of a negative number, {operands[0].least:.3g}"
-    is_product = properties(step.primitive).is_quantizable
-    if is_product and made and not any(o.bad for o in operands):
+    if is_matmul(step.equation) and made and not any(o.bad for o in operands):
         return "the matmul or its sum overflows"
     return ""

@@ -1,14 +1,13 @@
-"""The values of a program and of all programs in it, and where each comes from.
+"""The values of a program and of all programs in it, and the origins of each.
 
-Values are numbers. Programs that an equation only calls (under jit, in a checkpoint, in
-a rule of the user's) are opened into the *scope* that they stand in. A loop, a branch
-and `shard_map` have scopes of their own, whose inputs and outputs are joined to the
-operands and results of their equation. So where a value comes from is read off, from
-any depth.
+A value is a number. Programs that an equation only calls (under jit, in a checkpoint,
+in a user's rule) are opened into the *scope* around them. A loop, a branch and
+`shard_map` have scopes of their own, whose inputs and outputs are joined to the
+operands and results of their equation. So origins are found at any depth.
 
-A value in a loop is another one in each turn. An *instance* is a value with an index:
-the turn in each loop around it, the outermost first. Turns of a scan have the place of
-what they take of arrays. Devices are not told apart, since they hand values around.
+A value in a loop differs by iteration. An *instance* is a value with an index: the
+place in each loop around it, the outermost first. The place of a scan's iteration is
+its row of the stacked arrays. Devices share instances, since they communicate.
 """
 
 import dataclasses
@@ -34,20 +33,20 @@ Instance = tuple[int, Index]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scope:
-    """A program within the whole one whose operations run together.
+    """A program in the whole one whose operations run together.
 
     Attributes:
-        outer: The scope that its equation stands in; None in the whole program.
-        equation: The equation that holds it.
-        place: What is around that.
+        outer: The scope around its equation; None in the whole program.
+        equation: The equation that contains it.
+        place: The location of the equation.
         sub: The program.
-        number: Its place in the order of the program, as that of a step.
-        length: How many turns there are; None if it is no loop, or not known.
-        branch: Which branch it is, from 0.
-        operands: The numbers of the equation's operands.
-        results: The numbers of its results.
-        inputs: The numbers of its inputs.
-        outputs: The numbers of its outputs.
+        number: Its position in the program, in the numbering of operations.
+        length: The number of iterations; None if unknown, or if it is not a loop.
+        branch: The position of the branch, from 0.
+        operands: The equation's operands.
+        results: The equation's results.
+        inputs: The inputs of the scope.
+        outputs: The outputs of the scope.
     """
 
     outer: "Scope | None"
@@ -64,39 +63,39 @@ class Scope:
 
     @property
     def primitive(self) -> str:
-        """What holds it: `scan`, `while`, `cond`, `shard_map`."""
+        """The primitive of its equation: `scan`, `while`, `cond`, `shard_map`."""
         return self.equation.primitive.name
 
     @property
     def around(self) -> "list[Scope]":
-        """It and all that are around it, the outermost first."""
+        """This scope and all around it, the outermost first."""
         return [*(self.outer.around if self.outer is not None else []), self]
 
     @property
     def places(self) -> Sequence[int]:
-        """The places of a loop's turns, in the order in which they are taken."""
+        """The places of a loop's iterations, in execution order."""
         places = range(self.length or 0)
         is_reversed = self.primitive == "scan" and self.equation.params["reverse"]
         return places[::-1] if is_reversed else places
 
     @property
     def carried(self) -> dict[int, int]:
-        """For the inputs that come from the turn before, the output that they were."""
+        """Maps each carried input to the output of the iteration before."""
         return {i: o for o, i in self.sub.carried}
 
     def outside(self, position: int, index: Index) -> Iterator[Instance]:
-        """What arrives at an input."""
+        """Yields the instance that an input gets; nothing if it is unknown."""
         turn = self.places.index(index[-1]) if self.length is not None else 0
         operand = self.sub.operands[position]
         if turn and position in self.carried:
             before = self.places[turn - 1]
             yield self.outputs[self.carried[position]], (*index[:-1], before)
-        elif operand is not None:  # else nobody knows
+        elif operand is not None:  # else it is unknown
             outer = index if self.length is None else index[:-1]
             yield self.operands[operand], outer
 
     def inside(self, position: int, index: Index) -> Iterator[Instance]:
-        """What may be the result that an output becomes."""
+        """Yields the instances of an output that may be the equation's result."""
         places: Iterable[Index] = ((place,) for place in self.places)
         if self.primitive == "scan" and position in self.carried.values():
             places = [(place,) for place in self.places[-1:]]
@@ -111,11 +110,11 @@ class Node:
 
     Attributes:
         equation: Its equation.
-        place: What is around it.
-        scope: The program that it stands in; None for the whole one.
-        number: Its place in the order of the program.
-        operands: The numbers of its operands.
-        results: The numbers of its results.
+        place: Its location.
+        scope: The scope around it; None in the whole program.
+        number: Its position in the program.
+        operands: Its operands.
+        results: Its results.
     """
 
     equation: JaxprEqn
@@ -132,17 +131,17 @@ class Node:
 
     @property
     def around(self) -> list[Scope]:
-        """The scopes that it stands in, the outermost first."""
+        """The scopes around it, the outermost first."""
         return [] if self.scope is None else self.scope.around
 
     def operands_of(self, result: int) -> tuple[int, ...]:
-        """The operands that a result depends on."""
+        """Returns the operands that a result depends on."""
         if self.primitive == "optimization_barrier":
             return (self.operands[self.results.index(result)],)
         return self.operands
 
     def order(self, index: Index) -> tuple[int, ...]:
-        """By which operations in turns are in the order in which they run."""
+        """Returns a sort key: execution order, loop iterations included."""
         rest, key = iter(index), []
         for scope in self.around:
             turn = [] if scope.length is None else [scope.places.index(next(rest))]
@@ -151,7 +150,7 @@ class Node:
 
 
 def is_same_numbers(step: Node) -> bool:
-    """Whether each result holds the numbers of one operand, and nothing else."""
+    """Returns whether each result has exactly the values of one operand."""
     known = properties(step.primitive)
     is_one = len(step.operands) == 1 and len(step.results) == 1
     is_barrier = step.primitive == "optimization_barrier"
@@ -161,28 +160,29 @@ def is_same_numbers(step: Node) -> bool:
 class Graph:
     """A program with all programs in it.
 
-    It is opened in the order in which a probe sees it (`mpx._program.probed`), so that
-    the probe finds steps and constants by counting.
+    It is opened in the order of a probe (`mpx._program.probed`), so that the probe
+    finds operations and constants by counting.
 
     Attributes:
         steps: Its operations.
-        constants: What the programs hold themselves, by number.
-        inputs: The numbers of the whole program's inputs.
-        outputs: The numbers of its outputs.
+        constants: The constants of the programs.
+        inputs: The inputs of the whole program.
+        outputs: The outputs of the whole program.
         whiles: The scopes of `while` loops.
-        makers: For each value that an operation makes the operation.
-        users: For each value the operations that use it.
-        held: The values that are operands of what holds scopes.
-        enters: For the inputs of scopes the scope, and which input it is.
-        leaves: For the results of what holds scopes the scopes, and which output it is.
+        makers: The operation that makes each value.
+        users: The operations that use each value.
+        held: The operands of equations with scopes.
+        enters: For each input of a scope, the scope and the input's position.
+        leaves: For each result of an equation with scopes, the scopes and the
+            positions of their outputs.
         forward: The values that the loss, the first output, depends on. The function
-            computes these without a derivative, too; others are for the gradient alone.
+            computes these without a derivative, too; others are for the gradient only.
     """
 
     def __init__(
         self, closed: ClosedJaxpr, turns: Sequence[int | None] | None = None
     ) -> None:
-        """Opens a program; `turns` as far as they are known."""
+        """Opens a program, with the iterations of `while` loops as far as known."""
         self.steps: list[Node] = []
         self.constants: dict[int, AnyArray] = {}
         self.whiles: list[Scope] = []
@@ -200,15 +200,15 @@ class Graph:
 
     @property
     def turns(self) -> list[int | None]:
-        """How many turns each `while` loop takes at most; None while not known."""
+        """The most iterations of each `while` loop; None while not known."""
         return [scope.length for scope in self.whiles]
 
     def aval(self, value: int) -> Aval:
-        """The type of a value."""
+        """Returns the type of a value."""
         return self._avals[value]
 
     def outermost(self) -> list[int]:
-        """The values that are made in the whole program, and not in a scope in it."""
+        """Returns the values that are made outside of all scopes."""
         steps = [step for step in self.steps if step.scope is None]
         made = [value for step in steps for value in step.results]
         held = (v for v, ((s, _), *_) in self.leaves.items() if s.outer is None)
@@ -217,18 +217,18 @@ class Graph:
     def source(
         self, value: int, passes: Callable[[Node], bool] = is_same_numbers
     ) -> int:
-        """The first value before operations that hand on what they are given.
+        """Returns the first value before operations that pass values on.
 
         Args:
             value: A value.
-            passes: Which operations do; by default those that give the same numbers.
+            passes: Selects these operations; by default those that change no value.
         """
         while (step := self.makers.get(value)) is not None and passes(step):
             value = step.operands_of(value)[0]
         return value
 
     def origins(self, value: int, index: Index) -> Iterator[Instance]:
-        """What an instance is made of: operands, or what it is on the other side."""
+        """Yields the origins of an instance: operands, or its other side of a scope."""
         step = self.makers.get(value)
         if step is not None:
             yield from ((operand, index) for operand in step.operands_of(value))
@@ -241,16 +241,16 @@ class Graph:
                 yield scope.operands[0], index
 
     def scope_that_gives(self, value: int) -> Scope | None:
-        """The program that gives a value that no operation in it made; None if none."""
+        """Returns the first scope that has `value` as an output; None if none has."""
         scopes = (scope for left in self.leaves.values() for scope, _ in left)
         return next((scope for scope in scopes if value in scope.outputs), None)
 
     def reaching(self, values: Iterable[int]) -> set[int]:
-        """All values that some values depend on, in whatever turn."""
+        """Returns all values that some values depend on, in any iteration."""
         return reachable(values, self._needs)
 
     def _needs(self, value: int) -> Iterator[int]:
-        """What a value depends on directly, in whatever turn."""
+        """Yields the values that a value directly depends on, in any iteration."""
         if value in self.makers:
             yield from self.makers[value].operands_of(value)
         if value in self.enters:
@@ -264,7 +264,7 @@ class Graph:
             yield scope.outputs[position]
             if scope.primitive == "cond":
                 yield scope.operands[0]
-            if scope.primitive == "while":  # its test may read all that it carries
+            if scope.primitive == "while":  # its condition may read every carry
                 yield from (*scope.outputs, *scope.operands)
 
     def _new(self, aval: Aval) -> int:
@@ -320,11 +320,11 @@ class Graph:
         outer: Scope | None,
         place: Location,
     ) -> list[int]:
-        """Opens the programs of an equation as scopes, and joins them to it."""
+        """Opens the programs of an equation as scopes; returns its results."""
         results = [self._new(aval_of(v)) for v in equation.outvars]
         self.held.update(operands)
         is_while = equation.primitive.name == "while"
-        subs = sub_jaxprs(equation)[: 1 if is_while else None]  # not the test
+        subs = sub_jaxprs(equation)[: 1 if is_while else None]  # not the condition
         for branch, sub in enumerate(subs):
             inputs = [self._new(aval_of(v)) for v in sub.jaxpr.invars]
             known = (len(self.steps), self._length(equation, sub), branch)

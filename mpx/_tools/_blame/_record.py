@@ -1,10 +1,10 @@
-"""A run of a step that records what its operations take and make.
+"""A run of a step that records the operands and results of operations.
 
-Of some operations it is recorded whether their results are bad. Of those of a region,
-whether their operands are, too, and what numbers all of them held. What is recorded in
-loops and on devices is stacked, so that each turn and each device is told apart.
+Of some operations only badness of results is recorded. Of the operations of a region,
+badness of operands, too, and the ranges of both. Records of loops and devices are
+stacked, so each iteration and device has its own.
 
-Values can be *cured*: finite numbers stand in their place where a switch is on.
+Values can be *cured*: where a switch is on, finite numbers replace bad ones.
 """
 
 import dataclasses
@@ -23,35 +23,35 @@ from ..._program import Location, Probe, Records, Tagged, probed
 from ._blame_report import MEASURED, badness_of, cured, is_number, measured
 from ._graph import Graph, Index, Node
 
-# Each operation rounds as it is written. By default XLA leaves out pairs of casts, and
-# an operation would be seen overflow whose result nobody used in that dtype.
+# Each operation rounds as written. By default XLA removes pairs of casts; then an
+# operation would be recorded as overflowing in a dtype in which its result is not used.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
-# What stands in place of infinity: for a mask still as good as that, for the result of
-# an operation a number that does not overflow at the next product.
+# The replacements of infinity: for a mask one that works as well, for the result of an
+# operation one that does not overflow in the next matmul.
 _FAR, _NEAR = 1e4, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What a run shows.
+    """The record of a run.
 
     Attributes:
-        ends: For each result of the program whether it is bad.
-        records: By the number of an operation what is known of its results, and of a
-            region of its operands behind them: what `badness_of` gives, and of a region
-            what `measured` gives. The axes are devices, turns, values, and these.
+        ends: Whether each result of the program is bad.
+        records: For the number of an operation, `badness_of` of its results, and in a
+            region also of its operands after them, each followed by `measured`. The
+            axes are devices, iterations, values, and these measures.
     """
 
     ends: np.ndarray
     records: Mapping[int, np.ndarray]
 
     def bad(self, step: Node, index: Index) -> set[int] | None:
-        """The values of an operation that are bad on any device; None if not seen."""
+        """Returns the values bad on any device; None if not recorded."""
         return self._at_least(1, step, index)
 
     def nan(self, step: Node, index: Index) -> set[int]:
-        """Those of an operation that hold NaN on any device."""
+        """Returns the values of an operation with NaN on any device."""
         return self._at_least(2, step, index) or set()
 
     def _at_least(self, level: int, step: Node, index: Index) -> set[int] | None:
@@ -62,17 +62,17 @@ class Seen:
         return {values[i] for i in np.flatnonzero(found)}
 
     def devices(self, step: Node, index: Index) -> list[int]:
-        """The devices on which results of an operation are bad."""
+        """Returns the devices on which results of an operation are bad."""
         found = self.records[step.number][:, *index, : len(step.results), 0]
         return np.flatnonzero(found.any(axis=1)).tolist()
 
     def is_of_region(self, step: Node) -> bool:
-        """Whether all of an operation was looked at."""
+        """Returns whether operands and ranges of an operation are recorded."""
         found = self.records.get(step.number)
         return found is not None and found.shape[-1] > 1
 
     def sizes(self, step: Node, index: Index, device: int) -> dict[int, np.ndarray]:
-        """What `measured` gives of the values of an operation of a region."""
+        """Returns the `measured` values of an operation of a region."""
         values = (*step.results, *step.operands)
         found = self.records[step.number][device, *index, :, 1:]
         return dict(zip(values, found, strict=True))
@@ -80,13 +80,13 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """A program that can be run and looked into.
+    """A program that can be run and recorded.
 
     Attributes:
         jaxpr: The program.
-        inputs: The arrays that it is given.
+        inputs: The arrays of its inputs.
         above: As in `badness_of`.
-        options: What the compiler is told.
+        options: The compiler options.
     """
 
     jaxpr: ClosedJaxpr
@@ -95,7 +95,7 @@ class Runs:
     options: dict[str, bool]
 
     def graph(self) -> Graph:
-        """The operations, once the turns of `while` loops are counted."""
+        """Returns the operations, after counting the iterations of `while` loops."""
         graph = Graph(self.jaxpr)
         while None in graph.turns:
             probe = _Turns(graph)
@@ -104,7 +104,7 @@ class Runs:
         return graph
 
     def bad_inputs(self) -> np.ndarray:
-        """For each input whether it is bad."""
+        """Returns whether each input is bad."""
 
         def bits(_: object, *inputs: AnyArray) -> AnyArray:
             found = [badness_of(x, self.above) for x in inputs]
@@ -113,7 +113,7 @@ class Runs:
         return self._compiled(bits)(0)
 
     def sizes(self, graph: Graph, values: Sequence[int]) -> list[np.ndarray]:
-        """What `measured` gives of inputs and constants."""
+        """Returns `measured` of inputs and constants."""
         places = {value: i for i, value in enumerate(graph.inputs)}
 
         def found(_: object, *inputs: AnyArray) -> list[AnyArray]:
@@ -132,10 +132,10 @@ class Runs:
         watched: Iterable[Node],
         region: Iterable[Node],
     ) -> Callable[[Iterable[int]], Seen]:
-        """A run of those of the values `sites` that are cured in it.
+        """Returns a function that runs the program with a subset of `sites` cured.
 
-        It looks at the results of the operations in `watched`, and at all of those in
-        `region`.
+        It records the results of operations in `watched`, and operands and results of
+        those in `region`.
         """
         place = {site: i for i, site in enumerate(sites)}
         looks = {step.number: False for step in watched if step.results}
@@ -176,7 +176,7 @@ class Runs:
 
 
 def _everywhere(inputs: Sequence[AnyArray]) -> NamedSharding | None:
-    """Where results are that every process reads; None in one process."""
+    """Returns a replicated sharding if there are several processes; else None."""
     for x in inputs:
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and not x.is_fully_addressable:
@@ -185,7 +185,7 @@ def _everywhere(inputs: Sequence[AnyArray]) -> NamedSharding | None:
 
 
 def _by_device(step: Node, record: np.ndarray) -> np.ndarray:
-    """What was recorded of an operation with one axis of devices, in front."""
+    """Returns the record of an operation with one axis of devices, in front."""
     scopes = [scope for scope in step.around if scope.primitive != "cond"]
     axes = [i for i, scope in enumerate(scopes) if scope.primitive == "shard_map"]
     record = np.moveaxis(record, axes, range(len(axes)))
@@ -194,27 +194,27 @@ def _by_device(step: Node, record: np.ndarray) -> np.ndarray:
 
 
 class _Counting(Probe):
-    """Knows the operations that it sees by counting, as a `Graph` does."""
+    """Identifies operations by counting, as a `Graph` does."""
 
     def __init__(self, graph: Graph) -> None:
         self._steps, self._lengths = iter(graph.steps), iter(graph.turns)
 
     def constant(self, array: object) -> None:
-        """Nothing is to be known of it."""
+        """Records nothing."""
 
     def turns(self, equation: JaxprEqn) -> int | None:
-        """As far as they are known."""
+        """Returns the most iterations of a loop; None if unknown."""
         return next(self._lengths)
 
     def transfer(
         self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
     ) -> list[None]:
-        """Nothing is to be known of the results."""
+        """Returns no tags."""
         return [None] * len(equation.outvars)
 
 
 class _Turns(_Counting):
-    """Counts how often the operations in `while` loops run in them, turns added up."""
+    """Counts the runs of operations in `while` loops, summed over iterations."""
 
     def observe(
         self,
@@ -223,25 +223,25 @@ class _Turns(_Counting):
         operands: Sequence[Tagged],
         results: Sequence[Tagged],
     ) -> Records:
-        """One run."""
+        """Returns a count of one."""
         step = next(self._steps)
         is_in_loop = any(s.primitive == "while" for s in step.around)
         return {step.number: jnp.int32(1)} if is_in_loop else {}
 
     def join(self, before: PyTree, now: PyTree) -> PyTree:
-        """All runs."""
+        """Adds the counts."""
         return before + now
 
 
 def _turns(graph: Graph, runs: Mapping[int, np.ndarray]) -> list[int | None]:
-    """The turns of loops, of those within only once the turns around are known."""
+    """Returns the iterations of loops; of inner loops once the outer ones are known."""
     found = []
     for scope, known in zip(graph.whiles, graph.turns, strict=True):
         around = [s for s in scope.around[:-1] if s.primitive == "while"]
         if known is None and all(s.length is not None for s in around):
             inside = [step for step in graph.steps if scope in step.around]
-            # An operation of the loop itself runs in each turn, one in a branch of it
-            # may not: together they run often enough.
+            # An operation of the loop itself runs in each iteration, one in a branch
+            # may not: the sum over all of them is large enough.
             inside = [step for step in inside if step.scope is scope][:1] or inside
             known = sum(int(np.max(runs[step.number])) for step in inside)
         found.append(known)
@@ -249,13 +249,12 @@ def _turns(graph: Graph, runs: Mapping[int, np.ndarray]) -> list[int | None]:
 
 
 class _Recorder(_Counting):
-    """Cures values, and records what operations take and make.
+    """Cures values, and records operands and results of operations.
 
     Args:
         graph: The program.
-        cures: For each value that may be cured its switch.
-        looks: The numbers of the operations that are looked at; True for one of the
-            region.
+        cures: The switch of each value that may be cured.
+        looks: The numbers of the operations to record; True for the region.
         above: As in `badness_of`.
     """
 
@@ -272,14 +271,14 @@ class _Recorder(_Counting):
         self._found: Records = {}
 
     def cure(self, value: int, x: AnyArray) -> AnyArray:
-        """The array of a value, cured if that is asked for."""
+        """Returns the array of a value, cured if it has a switch."""
         if value not in self._cures or not is_number(jax.typeof(x)):
             return x
         large = _NEAR if value in self._makers else _FAR
         return cured(jnp.asarray(x), self._cures[value], large)
 
     def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-        """The results, cured perhaps, once they were looked at."""
+        """Returns the results, cured if they have a switch, and records them."""
         step = next(self._steps)
         assert step.equation is equation, "a probe sees what a graph has, in its order"
         pairs = zip(step.results, super().compute(equation, arrays), strict=True)
@@ -288,8 +287,8 @@ class _Recorder(_Counting):
         if step.number not in self._looks:
             return results
         look = self._measured if self._looks[step.number] else self._is_bad
-        # They are looked at before they are used: looked at in the end, all that is
-        # looked at would be held until then.
+        # The barrier makes them inspected before they are used. Inspected at the end,
+        # all of them would be stored until then.
         pairs = [jax.lax.optimization_barrier((x, look(x))) for x in results]
         results, found = map(list, zip(*pairs, strict=True))
         if self._looks[step.number]:
@@ -313,12 +312,12 @@ class _Recorder(_Counting):
         operands: Sequence[Tagged],
         results: Sequence[Tagged],
     ) -> Records:
-        """What was found."""
+        """Returns the record of the last operation."""
         return self._found
 
 
 def _stacked(arrays: Sequence[AnyArray]) -> AnyArray:
-    """Arrays in one, as one that differs between devices, where JAX keeps account."""
+    """Stacks arrays, as device-varying where JAX tracks that."""
     axes = manual_axes()
     if axes and varying_axes(jax.lax.axis_index(axes[0])):
         arrays = [as_varying(x, frozenset(axes)) for x in arrays]
@@ -326,6 +325,6 @@ def _stacked(arrays: Sequence[AnyArray]) -> AnyArray:
 
 
 def is_measured(x: object) -> bool:
-    """Whether there is something to be said of the numbers of a type."""
+    """Returns whether arrays of a type have a range."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.number)

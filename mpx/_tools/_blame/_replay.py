@@ -1,4 +1,4 @@
-"""A step as a program that can be run again: its gradient, of given arrays."""
+"""A step as a program that can be run again: the gradient for given arrays."""
 
 import dataclasses
 import functools
@@ -34,9 +34,9 @@ class Replay:
 
     Attributes:
         jaxpr: The program.
-        inputs: The arrays that it is given.
-        paths: For each of them its path in `(scaling, args, kwargs)`.
-        places: For each result its name: the loss, then the paths of gradients.
+        inputs: The arrays of its inputs.
+        paths: The path of each input in `(scaling, args, kwargs)`.
+        places: The name of each result: the loss, then the paths of gradients.
     """
 
     jaxpr: ClosedJaxpr
@@ -45,11 +45,11 @@ class Replay:
     places: tuple[str, ...]
 
     def bad_places(self) -> frozenset[int]:
-        """The results that are bad, as one compiled program shows it."""
+        """Returns the bad results, by one run of the compiled program."""
         return frozenset(int(i) for i in np.flatnonzero(self.bits(self.inputs)))
 
     def bits(self, inputs: Sequence[AnyArray]) -> np.ndarray:
-        """For each result whether it is bad, with these inputs."""
+        """Returns whether each result is bad, with these inputs."""
         return np.asarray(self._compiled(*inputs))
 
     @functools.cached_property
@@ -63,8 +63,8 @@ class Replay:
         return bits
 
     def causes(self, concern: frozenset[int], above: float | None) -> list[Cause]:
-        """The operations that made these results bad, the first one first."""
-        # What is bad only because XLA leaves casts out is bad in no other program.
+        """Returns the causes of these bad results, the first one first."""
+        # Some results are bad only because XLA removes casts: then default options.
         for options in (AS_WRITTEN, {}):
             runs = Runs(self.jaxpr, self.inputs, above, options)
             found = Search(runs, runs.graph(), concern).causes()
@@ -82,11 +82,11 @@ def replayed(
     """Traces a step.
 
     Args:
-        make: `make(scaling)` gives the gradient function, whose result has `value` and
-            `grads`.
+        make: `make(scaling)` returns the gradient function, whose result has `value`
+            and `grads`.
         scaling: The loss scaling that the step had.
         args: The arguments of the step.
-        kwargs: Those by name.
+        kwargs: The keyword arguments.
     """
 
     def called(scaling: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
@@ -104,7 +104,7 @@ def replayed(
 
 
 def refuse_tracers(trees: Sequence[PyTree], call: str) -> None:
-    """Raises where values are not known."""
+    """Raises if an array has no value: it is traced or only a shape."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
             raise TypeError(

@@ -1,13 +1,21 @@
-"""Which operation made what is bad in the results of a step.
+"""Finds the operations that made results of a step bad (non-finite, or above a limit).
 
-Looking at every value of a program costs more than the program. So a first run looks at
-a few that are stored anyway, those that products make. That leaves a *region*: the
-operations between values that are good and the first that is bad. A second run looks at
-all of these.
+Inspecting every value of a program costs more than the program. So a first run inspects
+a few values that are stored anyway: results of matmuls. That leaves a *region*: the
+operations between good values and the first bad one. A second run inspects all of it.
 
-A value that is bad may be harmless: the root of a negative number that nobody reads. So
-nothing is judged by looking at values alone. A value is cured, and what is bad in the
-results then shows whether it was the cause.
+A bad value may be harmless: the root of a negative number that is never used. So
+inspecting values does not identify a cause. A value is *cured* (see `_record`), and the
+results that are bad then show whether it was the cause.
+
+Bad values are followed back from the results to their *beginning*: an operation whose
+operands are good, or one that takes a non-finite constant. Such a constant is in the
+program on purpose, as the -inf of a mask, and is mostly harmless: it is *meant*. An
+operation that makes NaN of meant infinities is a beginning as well: the softmax of a
+row that is masked as a whole.
+
+A comparison does not pass badness on. But where a comparison chooses a constant, such
+as NaN instead of a scale, the compared value is the origin.
 """
 
 import dataclasses
@@ -17,38 +25,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from ..._base.dtypes import full_precision_of
-from ..._program import PrimitiveClass, properties, reachable
+from ..._program import PrimitiveClass, is_matmul, properties, reachable
 from ._blame_report import Range, is_number, range_of
 from ._graph import Graph, Index, Instance, Node, Scope, is_same_numbers
 from ._record import Runs, Seen, is_measured
 
-# ----------------------------------------------------------------------------
-# Where what is bad in a run begins.
-#
-# From the results of a program back through all that is bad, as a run recorded it. It
-# begins with an operation whose operands are good. It also begins with an operation
-# that takes a constant that is not finite: the program holds that on purpose, as the
-# -inf of a mask, and mostly nothing bad comes of it. So such an infinity is *meant*,
-# and an operation that makes NaN of meant infinities is a beginning of its own: the
-# softmax of a row that is masked as a whole.
-#
-# What is compared is not handed on. But where a comparison chooses a constant, NaN in
-# place of a scale, what is bad about that is what was compared.
+# --- Beginnings -----------------------------------------------------------------------
 
 Turns = dict[Node, Index]
 
-# How many regions are looked into at once.
+# The most regions that are inspected at once.
 _REGIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Begun:
-    """Operations where something bad began, each in its first turn, the first first.
+    """Operations where bad values begin, each at its first iteration, in order.
 
     Attributes:
-        made: Those whose operands are good, or whose NaN is of meant infinities.
-        given: Those that are given a constant that is not finite.
-        held: Constants that are results themselves.
+        made: Operations whose operands are good, or that make NaN of meant infinities.
+        given: Operations that take a non-finite constant.
+        held: Non-finite constants that reach a result without a computation.
     """
 
     made: Turns
@@ -58,13 +55,13 @@ class Begun:
 
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """What a program holds and a run of it recorded.
+    """Finds the beginnings of bad values in a recorded run.
 
     Attributes:
         graph: The program.
-        seen: What the run shows.
-        constants: Those of its constants that are not finite; none with a limit, where
-            each of them is told anyway.
+        seen: The record of the run.
+        constants: The non-finite constants of the program; empty with a limit, where
+            each of them is reported anyway.
     """
 
     graph: Graph
@@ -72,10 +69,10 @@ class Beginnings:
     constants: frozenset[int]
 
     def region(self, ends: Iterable[Instance]) -> set[Node]:
-        """The operations where something bad began that reached the ends.
+        """Returns the operations in which the badness of the ends may begin.
 
-        From values that are known not to be bad to the first that is. Of several such
-        regions the first few.
+        They are between values known to be good and the first bad one. Of several
+        regions, the first `_REGIONS` are returned.
         """
         found: list[set[tuple[Node, Index]]] = []
 
@@ -90,9 +87,9 @@ class Beginnings:
         return {step for region in found[:_REGIONS] for step, _ in region}
 
     def _between(self, end: Instance) -> tuple[set[tuple[Node, Index]], list[Instance]]:
-        """The operations from values that are known to one, and the bad ones of these.
+        """Returns the operations from known values to `end`, and the bad known values.
 
-        Those that only move numbers are none of them.
+        Operations that only move values are left out.
         """
         region: set[tuple[Node, Index]] = set()
         before: list[Instance] = []
@@ -114,7 +111,7 @@ class Beginnings:
         return region, before
 
     def of(self, ends: Iterable[Instance]) -> Begun:
-        """Where what is bad about some values began."""
+        """Returns where the bad values behind `ends` begin."""
         graph = self.graph
         made: list[tuple[Node, Index]] = []
         given: list[tuple[Node, Index]] = []
@@ -145,7 +142,7 @@ class Beginnings:
         return Begun(self._first(made), self._first(given), held)
 
     def meant_by(self, step: Node, index: Index) -> Node | None:
-        """The operation that was given the infinity of which another one makes NaN."""
+        """Returns the operation that took the infinity of which `step` makes NaN."""
         bad = self.seen.bad(step, index) or set()
         nan = self.seen.nan(step, index)
         operands = [(v, index) for v in step.operands if v in bad]
@@ -154,9 +151,9 @@ class Beginnings:
         return next((s for s in self.of(operands).given if s is not step), None)
 
     def constant_of(self, step: Node, index: Index) -> int | None:
-        """The constant that made the result of an operation bad; None if none did.
+        """Returns the constant that made a result bad; None if no constant did.
 
-        Of one that chooses it is not the constant, which was there to be chosen.
+        Of `select_n` it is None: its constants are there to be chosen.
         """
         bad = self.seen.bad(step, index) or set()
         operands = [(v, index) for v in step.operands if v in bad]
@@ -174,13 +171,13 @@ class Beginnings:
     def _bad_operands(
         self, one: Instance, step: Node, bad: set[int]
     ) -> tuple[list[Instance], bool]:
-        """The bad operands that were computed, and whether others are constants."""
+        """Returns the computed bad operands, and whether there are constants too."""
         reached = [origin for origin in self.graph.origins(*one) if origin[0] in bad]
         computed = [origin for origin in reached if not self._is_constant(origin)]
         return computed, len(computed) < len(reached)
 
     def _source(self, one: Instance) -> int:
-        """The first value before operations that hand on what they are given."""
+        """Returns the first value before operations that pass on or cast values."""
         while True:
             step = self.graph.makers.get(one[0])
             origins = list(self.graph.origins(*one))
@@ -189,11 +186,11 @@ class Beginnings:
             (one,) = origins
 
     def _is_constant(self, one: Instance) -> bool:
-        """Whether an instance holds the numbers of a constant that is not finite."""
+        """Returns whether an instance has the values of a non-finite constant."""
         return self._source(one) in self.constants
 
     def _is_of_meant(self, one: Instance, step: Node, bad: list[Instance]) -> bool:
-        """Whether an operation made NaN, and of nothing but meant infinities."""
+        """Returns whether an operation made NaN of meant infinities only."""
         value, index = one
         nan = self.seen.nan(step, index)
         if value not in nan or any(v in nan for v, _ in bad):
@@ -201,7 +198,7 @@ class Beginnings:
         return all(map(self._is_meant, bad))
 
     def _is_meant(self, one: Instance) -> bool:
-        """Whether what is bad about an instance are infinities of constants."""
+        """Returns whether an instance is bad only by infinities of constants."""
         others: list[Instance] = []
         given: list[Instance] = []
 
@@ -231,9 +228,9 @@ class Beginnings:
         return bool(given) and not others
 
     def _of_branches(self, one: Instance, held: list[int]) -> list[Instance]:
-        """Where what a branch or a loop gives comes from.
+        """Returns the origins of a result of a branch or a loop.
 
-        Constants that it gives are added to `held`, unless what chose them is bad.
+        Constants among them are added to `held`, unless a bad value chose them.
         """
         origins = list(self.graph.origins(*one))
         constants = [self._source(o) for o in origins if self._is_constant(o)]
@@ -243,9 +240,10 @@ class Beginnings:
         return [*origins, *before]
 
     def _compared(self, operands: Iterable[Instance]) -> list[Instance]:
-        """What is bad of the numbers that those operands come from that are none.
+        """Returns the bad float values that non-float operands were computed from.
 
-        Those of a comparison that chooses, or bits.
+        Such operands are the result of a comparison that chooses, or bits. Meant
+        infinities are left out.
         """
         graph, seen = self.graph, self.seen
         found: list[Instance] = []
@@ -266,15 +264,15 @@ class Beginnings:
 
 
 def order(graph: Graph, step: Node, index: Index) -> tuple[bool, tuple[int, ...]]:
-    """What is bad in the forward pass comes before what is in the backward pass."""
+    """Returns a sort key: the forward pass first, then the order of execution."""
     is_backward = graph.forward.isdisjoint(step.results)
     return is_backward, step.order(index)
 
 
 def large_constants(graph: Graph, above: float | None) -> Iterator[int]:
-    """The constants of a program that are not finite, or above a limit.
+    """Yields the constants that are non-finite, or above a limit.
 
-    Without those that are only compared.
+    Constants that are only compared are left out.
     """
     for value, array in graph.constants.items():
         aval = graph.aval(value)
@@ -287,7 +285,7 @@ def large_constants(graph: Graph, above: float | None) -> Iterator[int]:
 
 
 def _is_compared(graph: Graph, value: int) -> bool:
-    """Whether nothing but truth values and integers are made of a value."""
+    """Returns whether a value is only used to compute booleans and integers."""
     if value in graph.held or value in graph.outputs:
         return False
     made = [(s, v) for s in graph.users.get(value, ()) for v in s.results]
@@ -298,39 +296,40 @@ def _is_compared(graph: Graph, value: int) -> bool:
 
 
 def _is_handed_on(step: Node) -> bool:
-    """Whether an operation gives the numbers that it takes, cast perhaps."""
+    """Returns whether an operation passes its operand on unchanged or cast."""
     is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
     return is_cast or is_same_numbers(step)
 
 
-# ----------------------------------------------------------------------------
+# --- Search ---------------------------------------------------------------------------
 
-# A program of fewer operations is a region as a whole.
+# A program of fewer operations is one region.
+# unsure: budgets of time; the corpus of tests/tools/blame needs no more, larger models
+# may
 _FEW = 40
-# How many operations are tried one by one, and how many causes are named.
+# The most operations that are tried one by one, and the most causes that are reported.
 _TRIED = 16
 _NAMED = 4
-# How often harmless operations are cured to look behind them.
+# The most rounds in which harmless operations are cured to find what is behind them.
 _ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Where something bad began.
+    """A value where badness begins.
 
     Attributes:
         graph: The program.
-        step: The operation; None of an input, of a constant the first that uses it.
-        index: Its turns.
+        step: The operation; None of an input; of a constant the first that uses it.
         value: The number of its first bad result, or of the input or constant.
-        results: Which of its results are bad; none of an input or constant.
-        ranges: The ranges of operands.
-        made: The ranges of results; that of the input or constant.
+        made: The ranges of its results, or of the input or constant.
+        index: Its iteration in each loop around it.
+        results: The positions of its bad results; empty for an input or constant.
+        ranges: The ranges of its operands.
         devices: The devices on which it is bad.
-        zeros: For values around it how many zeros they held.
-        meant_by: Of NaN made of an infinity that the program holds on purpose the
-            operation that is given it.
-        scope: Of a constant that no operation uses the program that gives it.
+        zeros: For values around it, the count of zeros.
+        meant_by: If it is NaN of a meant infinity, the operation that took that.
+        scope: If it is a constant without a user, the program whose output it is.
     """
 
     graph: Graph
@@ -348,12 +347,12 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A search in a program for what made some of its results bad.
+    """A search for the cause of bad results of a program.
 
     Attributes:
         runs: The program.
         graph: Its operations.
-        concern: The results; with a limit all that is bad matters.
+        concern: The results in question; with a limit every bad value counts.
     """
 
     runs: Runs
@@ -361,9 +360,9 @@ class Search:
     concern: frozenset[int]
 
     def causes(self) -> list[Cause]:
-        """The operations that did it, the first one first.
+        """Returns the causes, the first one first.
 
-        Empty where a run does not show it.
+        Empty if the run does not reproduce the bad results.
         """
         graph, above = self.graph, self.runs.above
         bad = zip(graph.inputs, self.runs.bad_inputs(), strict=True)
@@ -374,7 +373,7 @@ class Search:
         run = self._recorded(sites, region)
         before = run(())
         if above is not None:
-            # With a limit all that is bad is told, so nothing is cured.
+            # With a limit every bad value is reported, so nothing is cured.
             ends = [(v, ()) for v in graph.outermost()]
             found = [
                 *self._held(sites),
@@ -394,12 +393,12 @@ class Search:
         return [*sources, *operations][:_NAMED]
 
     def _ends(self, seen: Seen) -> frozenset[int]:
-        """The results of concern that are bad."""
+        """Returns the bad results among `concern`."""
         return self.concern & frozenset(np.flatnonzero(seen.ends).tolist())
 
     @functools.cached_property
     def _constants(self) -> frozenset[int]:
-        """The constants that are not finite; none with a limit: each is told anyway."""
+        """The non-finite constants; with a limit empty, as each is reported anyway."""
         above = self.runs.above
         return frozenset(large_constants(self.graph, above) if above is None else ())
 
@@ -407,7 +406,7 @@ class Search:
         return Beginnings(self.graph, seen, self._constants)
 
     def _held(self, values: Sequence[int]) -> list[Cause]:
-        """Causes that no operation made: constants and inputs."""
+        """Returns causes that are constants or inputs."""
         graph = self.graph
         measured = [v for v in values if is_measured(graph.aval(v))]
         sizes = dict(zip(measured, self.runs.sizes(graph, measured), strict=True))
@@ -423,20 +422,20 @@ class Search:
     def _recorded(
         self, sites: Iterable[int], region: Iterable[Node]
     ) -> Callable[[Iterable[int]], Seen]:
-        """A run of the values that are cured in it: of `sites`, or made in a region."""
+        """Returns a run with given values cured, of `sites` or made in the region."""
         made = [v for step in region for v in step.results]
         watched = self.graph.steps if self.runs.above is not None else self._stored
         return self.runs.recorded(self.graph, [*sites, *made], watched, region)
 
     @functools.cached_property
     def _stored(self) -> list[Node]:
-        """The operations whose results are looked at first: products.
+        """The operations whose results are inspected first: matmuls.
 
-        The product that gives a weight's gradient is followed by the gradient itself;
-        to look at both holds more than the step does (a GPT of 4 layers: 142 MB, not
+        The matmul of a weight's gradient is left out, since the gradient itself is
+        inspected. Both need more memory than the step (a GPT of 4 layers: 142 MB, not
         136).
         """
-        products = [step for step in self.graph.steps if _is_product(step)]
+        products = [step for step in self.graph.steps if is_matmul(step.equation)]
         lead_on = self.graph.reaching(v for step in products for v in step.operands)
         return [step for step in products if not lead_on.isdisjoint(step.results)]
 
@@ -448,14 +447,14 @@ class Search:
         region: frozenset[Node],
         ends: Sequence[Instance],
     ) -> list[Cause]:
-        """The operations that are the cause, with these values cured.
+        """Returns the operations that are the cause, with some values cured.
 
         Args:
-            cured: Values.
-            seen: What a run shows.
+            cured: The cured values.
+            seen: The record of a run.
             run: That run, or a later one.
-            region: The operations that it looks into.
-            ends: What is bad in the end.
+            region: The operations of which it records everything.
+            ends: The bad results.
         """
         graph, first = self.graph, list[Cause]()
         for _ in range(_ROUNDS):
@@ -472,20 +471,20 @@ class Search:
             if self.runs.above is not None:
                 return [self._cause(step, turns[step], seen) for step in steps[:_NAMED]]
             judged, healthy = self._judged(run, cured, steps)
-            told = [(step, turns[step]) for step in judged or steps[:1]]
+            named = [(step, turns[step]) for step in judged or steps[:1]]
             left = self._ends(healthy)
             cured = [*cured, *(v for step in steps for v in step.results)]
             ends = [(graph.outputs[i], ()) for i in sorted(left)]
             if judged and left:
-                # What is bad of constants without them, too.
+                # Also constants whose badness does not depend on the steps.
                 given = self._begin(healthy).of(ends).given
                 also, _ = self._judged(run, cured, list(given)[:_TRIED])
-                told += [(step, given[step]) for step in also]
-                told.sort(key=lambda one: order(graph, *one))
-            causes = [self._cause(*one, seen) for one in told[:_NAMED]]
+                named += [(step, given[step]) for step in also]
+                named.sort(key=lambda one: order(graph, *one))
+            causes = [self._cause(*one, seen) for one in named[:_NAMED]]
             if judged or not left:
                 return causes
-            # They are harmless: what is bad is so without them.
+            # The steps are harmless: the results are bad without them.
             first, seen = first or causes, healthy
         return first
 
@@ -495,9 +494,9 @@ class Search:
         cured: Sequence[int],
         steps: Sequence[Node],
     ) -> tuple[list[Node], Seen]:
-        """Those of several operations whose bad results reach something.
+        """Returns the steps whose bad results reach a result or a stored matmul.
 
-        Also what is bad when all of them are cured.
+        Also returns the record of a run with all of them cured.
         """
         every = {*cured, *(v for step in steps for v in step.results)}
         healthy = run(every)
@@ -505,7 +504,7 @@ class Search:
         for step in steps:
             seen = run(every.difference(step.results))
             is_cause = bool(self._ends(seen) - self._ends(healthy))
-            if self._ends(healthy):  # which are bad without them, too
+            if self._ends(healthy):  # these are bad without the steps, too
                 stored = (s.number for s in self._stored if s is not step)
                 now, then = seen.records, healthy.records
                 is_cause |= any((now[n] > then[n])[..., 0].any() for n in stored)
@@ -542,7 +541,3 @@ class Search:
             {v: float(size[-1]) for v, size in sizes.items()},
             begin.meant_by(step, index),
         )
-
-
-def _is_product(step: Node) -> bool:
-    return properties(step.primitive).kind is PrimitiveClass.HALF

@@ -1,4 +1,4 @@
-"""Why a step went bad, found by running it again in other ways."""
+"""The cause of a skipped step, found by replaying variants of it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,10 +18,9 @@ from .._inspect import Operation, explain
 from ._blame_report import AtLine, Culprit
 from ._replay import Gradient, Replay, replayed
 
-# ----------------------------------------------------------------------------
-# Which rules of autocast may cure a step, those of the fewest FLOPs first.
+# --- Candidate rules of autocast, the fewest FLOPs first ------------------------------
 
-# How many weights are tried of products that may take a value that does not fit.
+# The most weights that are tried of matmuls that may take an overflowing cast.
 _WEIGHTS = 4
 _ALL = "*"
 
@@ -29,19 +28,19 @@ _ALL = "*"
 def candidate_rules(
     culprits: Sequence[Culprit], settings: Any, operations: Sequence[Operation]
 ) -> list[Rule]:
-    """Rules that may cure the first culprit, in no order of width.
+    """Returns rules that may cure the first culprit, unsorted.
 
     Args:
-        culprits: What went bad.
-        settings: What the transform that made the function was told.
-        operations: Those of the function.
+        culprits: The culprits.
+        settings: The settings of the autocast function.
+        operations: The operations of the function.
     """
     first = culprits[0] if culprits else None
     every = Rule(Precision.FULL, primitive=_ALL)
     if first is None or first.primitive in ("input", "constant"):
         return [every]
     names = [first.primitive]
-    if first.primitive == "convert_element_type":  # a cast, for a product mostly
+    if first.primitive == "convert_element_type":  # a cast, mostly for a matmul
         names += [n for n, known in PRIMITIVES.items() if known.is_quantizable]
     found: list[Rule] = []
     for place in _places(first, operations):
@@ -51,7 +50,7 @@ def candidate_rules(
             found.append(Rule(Precision.FULL, primitive=name, **place))
     if first.scope:
         found.append(Rule(Precision.FULL, scope=first.scope))
-    # What devices send is half precision, and may cancel long before it shows.
+    # Devices communicate half precision, which may cancel long before it shows.
     names = sorted({o.primitive for o in operations if properties(o.primitive).sums})
     if names:
         sums = names[0] if len(names) == 1 else tuple(names)
@@ -60,25 +59,25 @@ def candidate_rules(
 
 
 def is_for_all(rule: Rule) -> bool:
-    """Whether a rule of `candidate_rules` holds for the whole function."""
+    """Returns whether a rule of `candidate_rules` applies to the whole function."""
     return rule.primitive == _ALL
 
 
 def _places(culprit: Culprit, operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    """What sets operations apart: scope, weight or line; then those everywhere."""
+    """Returns conditions of rules: scope, weight, both; none; the line."""
     scope = {"scope": culprit.scope} if culprit.scope else {}
     names = culprit.parameters[:1] or _readers(culprit, operations)
     weights = [{"parameter": name} for name in names]
     both = [{**scope, **weight} for weight in weights]
     places: list[dict[str, Any]] = [scope, *weights, *both]
     line = culprit.line or culprit.made_at
-    # A line moves with the code: it is only for what has no other name.
+    # A line number changes with the code: it is the last resort.
     at_line = [{"when": AtLine(line)}] if line and not any(places) else []
     return [*filter(None, places), {}, *at_line]
 
 
 def _readers(culprit: Culprit, operations: Sequence[Operation]) -> list[str]:
-    """The weights of the products that may take what a cast made, by its type."""
+    """Returns the weights of matmuls whose operand may be the cast, by its type."""
     if culprit.primitive != "convert_element_type" or not culprit.results:
         return []
     made = culprit.results[0].type
@@ -94,14 +93,14 @@ def _readers(culprit: Culprit, operations: Sequence[Operation]) -> list[str]:
 def narrowest_first(
     rules: Sequence[Rule], operations: Sequence[Operation]
 ) -> list[tuple[Rule, float | None]]:
-    """Rules in the order of their shares of FLOPs, with the shares.
+    """Returns rules sorted by their shares of FLOPs, with the shares.
 
-    A rule for one place that holds for no operation is left out. Where nothing is known
-    of a rule it counts as one for all.
+    A rule for one place that applies to no operation is left out. A rule of unknown
+    share is sorted as one for all.
 
     Args:
-        rules: The rules; of those of one share the first stays first.
-        operations: Those of the function.
+        rules: The rules; among equal shares the order stays.
+        operations: The operations of the function.
     """
     total = sum(o.flops or 0 for o in operations)
     found: list[tuple[Rule, float | None]] = []
@@ -114,24 +113,24 @@ def narrowest_first(
 
 
 def _is_about(rule: Rule, operation: Operation) -> bool:
-    """Whether a rule of `candidate_rules` holds for an operation of a report."""
+    """Returns whether a rule of `candidate_rules` applies to an operation."""
     if isinstance(rule.when, AtLine) and not operation.source.endswith(rule.when.line):
         return False
     name = operation.primitive
-    # A rule sees the product that blocks with scales were multiplied for.
+    # For scaled blocks, the rule is matched against the matmul they replaced.
     is_of_blocks = operation.is_low and name.startswith("scaled_matmul")
     seen = "dot_general" if is_of_blocks else name
     return rule._holds_at(seen, (operation.scope,), operation.parameters)
 
 
-# ----------------------------------------------------------------------------
+# --- Variants of a step ---------------------------------------------------------------
 
 CALL = "`mpx.blame`"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOf:
-    """A step of a user's: what is differentiated, how, and with what.
+    """A step: the differentiated function, options, and arguments.
 
     Attributes:
         func: The loss function.
@@ -139,12 +138,12 @@ class StepOf:
         argnums: As in `gradient_function`.
         options: The options of the gradient function.
         args: Its arguments.
-        kwargs: Those by name.
+        kwargs: Its keyword arguments.
         count: How many of the arguments are the user's; None for all.
-        pure: `pure(func)` is what is differentiated, where it is not `func` itself.
-        args_with: `args_with(func)` are the arguments then.
-        recomputes: Whether its derivative computes again what is cheap, as that of a
-            function of autocast does: without it float32 holds twice the memory.
+        pure: If set, `pure(func)` is differentiated instead of `func`.
+        args_with: If set, `args_with(func)` are the arguments of a changed `func`.
+        recomputes: Whether the derivative recomputes cheap operations, as that of an
+            autocast function does: without it float32 needs twice the memory.
     """
 
     func: Callable[..., PyTree]
@@ -159,7 +158,7 @@ class StepOf:
     recomputes: bool = False
 
     def replay(self) -> Replay:
-        """The step as a program."""
+        """Returns the step as a program."""
         func = self.func if self.pure is None else self.pure(self.func)
         func = recomputing(func) if self.recomputes else func
 
@@ -171,36 +170,36 @@ class StepOf:
         return replayed(make, self.scaling, self.args, self.kwargs)
 
     def in_float32(self) -> "StepOf":
-        """The step in the precisions that the program declares."""
+        """Returns the step in the precisions that the program declares."""
         step = self.changed(use_mixed_precision=False, policy=None, keep=None)
         return dataclasses.replace(step, recomputes=True)
 
     def changed(self, **options: Any) -> "StepOf":
-        """The step with other options."""
+        """Returns the step with other options."""
         return dataclasses.replace(
             self, options=dataclasses.replace(self.options, **options)
         )
 
     def of(self, func: Callable[..., PyTree]) -> "StepOf":
-        """The step with another function."""
+        """Returns the step with another function."""
         args = self.args if self.args_with is None else self.args_with(func)
         return dataclasses.replace(self, func=func, args=args)
 
     def cast_by(self, func: Callable[..., PyTree]) -> "StepOf":
-        """The step with a function that casts itself."""
+        """Returns the step with a function that casts itself."""
         step = self.of(func)
         return step.changed(policy=None, keep=None, accumulate_dtype=None)
 
 
 def loss_scale_of(scaling: AbstractLossScaling | None) -> float:
-    """The loss scale of a state; 1 if there is none."""
+    """Returns the loss scale of a state; 1 without a state."""
     return 1.0 if scaling is None else float(scaling.loss_scale)
 
 
 def is_finite_at_one(step: StepOf, replay: Replay) -> bool:
-    """Whether the step is good at a loss scale of 1."""
+    """Returns whether the step is finite at a loss scale of 1."""
     one = step.scaling._at_scale(jnp.ones((), jnp.float32))
-    if float(one.loss_scale) == 1:  # the same program, with another number
+    if float(one.loss_scale) == 1:  # the same program, with another value
         arrays, _ = divide((one, step.args, step.kwargs))
         return not replay.bits(arrays).any()
     one = step.scaling.with_loss(StaticLossScaling(1.0))
@@ -210,9 +209,9 @@ def is_finite_at_one(step: StepOf, replay: Replay) -> bool:
 def curing_rule(
     step: StepOf, culprits: Sequence[Culprit]
 ) -> tuple[Rule | None, float | None]:
-    """A rule of autocast with which the step is good, and its share of FLOPs.
+    """Returns a rule of autocast that makes the step finite, and its share of FLOPs.
 
-    Rules are tried from the smallest share on.
+    Rules are tried in the order of their shares; (None, None) if none is found.
     """
     if unwrapped(step.func)[0] is step.func:
         return None, None
@@ -225,18 +224,18 @@ def curing_rule(
 
 
 def _operations(step: StepOf) -> tuple[Operation, ...]:
-    """The forward pass of a step's function; nothing where it cannot be looked at."""
+    """Returns the forward pass of a step's function; empty if `explain` fails."""
     pure = step.func if step.pure is None else step.pure(step.func)
     try:
         found = explain(pure)(*step.args, **step.kwargs).operations
-    # Whatever can go wrong in the code of others.
+    # The user's code may raise anything.
     except Exception:
         return ()
     return tuple(o for o in found if o.phase == "forward")
 
 
 def is_finite_in_bfloat16(step: StepOf) -> bool:
-    """Whether a step of an autocast function in float16 is good in bfloat16."""
+    """Returns whether a float16 step of an autocast function is finite in bfloat16."""
     made = settings_of(step.func)
     if made is None or made.dtype != np.float16:
         return False
@@ -244,7 +243,7 @@ def is_finite_in_bfloat16(step: StepOf) -> bool:
 
 
 def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
-    """What to do where no rule of autocast can be tried, or none helps."""
+    """Returns the advice if no rule of autocast can be tried, or none helps."""
     first = culprits[0] if culprits else None
     where = f" at {first.line}" if first is not None and first.line else ""
     made = settings_of(step.func)
@@ -276,9 +275,9 @@ def _dtype(policy: Policy | str | None) -> np.dtype:
 
 
 def _is_good(step: StepOf) -> bool:
-    """Whether a way to run a step can be run, and is good."""
+    """Returns whether a variant of a step runs and is finite."""
     try:
         return not step.replay().bad_places()
-    # Whatever a change of precision can break in the code of others.
+    # A change of precision may break the user's code in any way.
     except Exception:
         return False

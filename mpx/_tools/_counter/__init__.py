@@ -1,29 +1,40 @@
-"""Compiling for a device that is not there, and counting in what comes out.
+"""Compiles for a device without one, and counts in the compiled program.
 
-Nothing here imports the rest of mpx but `_tools/_counter/_hlo.py`, nor JAX before it is
-asked to
-compile: benchmarks load this folder by its path where `mpx` is another package of that
-name.
+In order of reading:
+
+* `_targets`: the devices, with their peak rates and compilers.
+* `_hlo`: reads the text of HLO.
+* `_kernels`: kernels with their bytes and operations, collectives, memory.
+
+This folder imports nothing else of mpx, and JAX only to compile: benchmarks load it by
+its path if `mpx` is another package.
 """
 
 from ._hlo import (
-    ArrayType,
-    Instruction,
-    Module,
-    bodies_of,
-    bytes_of_shape,
-    computations,
-    frames_of,
-    parse,
-    runs,
+    COLLECTIVES as COLLECTIVES,
+    RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,
+    ArrayType as ArrayType,
+    Instruction as Instruction,
+    Module as Module,
+    bytes_of_shape as bytes_of_shape,
+    computations as computations,
+    parse as parse,
 )
 from ._kernels import (
-    Kernel,
-    kernels_of,
-    memory,
-    messages,
-    of_few_bits,
-    roof_seconds,
-    traffic,
+    Kernel as Kernel,
+    Message as Message,
+    kernels_of as kernels_of,
+    memory as memory,
+    messages as messages,
+    of_few_bits as of_few_bits,
+    roof_seconds as roof_seconds,
+    traffic as traffic,
 )
-from ._targets import CUDA_OPTIONS, TARGETS, Device, Roof, compile_only_devices
+from ._targets import (
+    CUDA_OPTIONS as CUDA_OPTIONS,
+    TARGETS as TARGETS,
+    Device as Device,
+    Roof as Roof,
+    compile_only_devices as compile_only_devices,
+    why_missing as why_missing,
+)

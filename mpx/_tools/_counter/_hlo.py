@@ -4,8 +4,8 @@ XLA prints a program in two states that matter here: as JAX *lowered* it (names 
 `%`, called computations, relative operation names) and *optimized* (fusions, custom
 calls, collectives, a schedule). One parser reads both.
 
-Nothing of mpx is imported: benchmarks load this file by its path, beside `_counter`,
-where `mpx` is another package of that name.
+Nothing of mpx is imported: benchmarks load this folder by its path, where `mpx` is
+another package of that name.
 """
 
 from __future__ import annotations
@@ -13,41 +13,121 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)$")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)(\s.*->.*)?\s*\{$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
 _PARENTHESIS = re.compile(r"[()]")
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _NAME = re.compile(r"([\w.\-]+)$")
 _MARKED_NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
-_WIDTHS = {"s": "int", "u": "uint", "f": "float", "c": "complex"}
+_LOOP = {"while": ("body",), "call": ("to_apply",), "async-start": ("calls",)}
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+# The computations that an instruction runs, by the names of its attributes.
+_RUN = _LOOP | {"fusion": ("calls",), "conditional": _BRANCHES}
+# Instructions that name or regroup buffers: they move no bytes, and make no array.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
+    "partition-id replica-id opt-barrier".split()
+)
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
+"""Instructions whose result is a tuple that includes the operand."""
+
+# HLO's primitive types that are numbers (xla/xla_data.proto), with their bits.
+_NUMBERS = re.compile(r"(b?f|s|u|c)(\d+)(e\d\w*)?")
+_OTHERS = {"pred": 8, "token": 0, "opaque": 0}
+_NUMPY = {"s": "int", "u": "uint", "f": "float", "c": "complex", "bf": "bfloat"}
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
+# A layout's memory space; without one an array is in the device's main memory.
+_ON_CHIP = re.compile(r"S\([1-9]")
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayType:
-    """An array's dtype, by numpy's name, and its shape."""
+    """An array's type.
 
-    dtype: str
+    Attributes:
+        kind: Its dtype, by HLO's name.
+        shape: Its shape.
+        is_on_chip: Whether it is in the memory on the chip.
+    """
+
+    kind: str
     shape: tuple[int, ...]
+    is_on_chip: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """Returns NumPy's name of the dtype."""
+        found = _NUMBERS.fullmatch(self.kind)
+        if found is None:
+            return "bool" if self.kind == "pred" else self.kind
+        family, width, variant = found.groups()
+        return _NUMPY[family] + width + (f"_{variant}" if variant else "")
+
+    @property
+    def bits_each(self) -> int:
+        """Returns the bits of an element; 0 for tokens."""
+        found = _NUMBERS.fullmatch(self.kind)
+        if found is None and self.kind not in _OTHERS:
+            raise ValueError(
+                f"The text of a compiled program must have known HLO types; got "
+                f"{self.kind!r}. Add it to `_OTHERS`."
+            )
+        return int(found[2]) if found else _OTHERS[self.kind]
 
     @property
     def bits(self) -> int:
-        """The bits of all elements; none for tokens."""
-        width = re.match(r"[a-z]+(\d+)", self.dtype)
-        each = 8 if self.dtype == "bool" else int(width[1]) if width else 0
-        return each * math.prod(self.shape)
+        """Returns the bits of all elements."""
+        return self.bits_each * math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of all elements."""
+        return (self.bits + 7) // 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@functools.lru_cache(4096)
+def arrays_of(text: str) -> tuple[ArrayType, ...]:
+    """Returns the arrays of a type; of a tuple, those of each part in order.
+
+    >>> [str(array) for array in arrays_of("(bf16[8,4]{1,0}, f8e4m3fn[], pred[3])")]
+    ['bfloat16[8,4]', 'float8_e4m3fn[]', 'bool[3]']
+    """
+    return tuple(
+        ArrayType(
+            kind,
+            tuple(map(int, re.findall(r"\d+", sizes))),
+            _ON_CHIP.search(layout) is not None,
+        )
+        for kind, sizes, layout in _ARRAY.findall(text)
+    )
+
+
+def bytes_of_shape(text: str) -> int:
+    """Returns the bytes of an HLO shape; of a tuple, the sum of its parts.
+
+    >>> bytes_of_shape("bf16[8,4]{1,0}"), bytes_of_shape("(f32[], pred[3]{0})")
+    (64, 7)
+    """
+    return sum(array.bytes for array in arrays_of(text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +177,17 @@ class Instruction:
         found = _TRIPS.search(self.line)
         return int(found[1]) if found else None
 
+    @property
+    def turns(self) -> int:
+        """Returns how often it runs its computations; 1 if unknown."""
+        trips = self.trips if self.opcode == "while" else None
+        return 1 if trips is None else trips
+
+    @property
+    def number(self) -> int:
+        """Returns the position of a parameter among the arguments."""
+        return int(self.line.partition("parameter(")[2].partition(")")[0])
+
     def attribute(self, key: str) -> str:
         """The text of `key=...`, without braces; empty where there is none."""
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|[^\s,]+)", self.line)
@@ -107,28 +198,23 @@ class Instruction:
         names = self.attribute(key).split(",")
         return [name.strip().lstrip("%") for name in names if name.strip()]
 
+    @property
+    def runs(self) -> list[str]:
+        """Returns the computations that it runs; of a conditional all branches."""
+        return [x for key in _RUN.get(self.opcode, ()) for x in self.called(key)]
 
-def arrays_of(text: str) -> tuple[ArrayType, ...]:
-    """The arrays of a type, a tuple's parts one after the other.
+    @property
+    def makes_nothing(self) -> bool:
+        """Returns whether it moves no bytes, or its first half was counted instead."""
+        return self.opcode in _FREE or self.opcode.endswith("-done")
 
-    >>> [str(array) for array in arrays_of("(bf16[8,4]{1,0}, f8e4m3fn[], pred[3])")]
-    ['bfloat16[8,4]', 'float8_e4m3fn[]', 'bool[3]']
-    """
-    return tuple(
-        ArrayType(_dtype(kind), tuple(int(x) for x in re.findall(r"\d+", sizes)))
-        for kind, sizes in _ARRAY.findall(text)
-    )
-
-
-def _dtype(kind: str) -> str:
-    """Numpy's name of an HLO type."""
-    if kind in ("pred", "bf16"):
-        return {"pred": "bool", "bf16": "bfloat16"}[kind]
-    matched = re.fullmatch(r"([sufc])(\d+)(e\w+)?", kind)
-    if matched is None:
-        return kind
-    family, width, variant = matched.groups()
-    return _WIDTHS[family] + width + (f"_{variant}" if variant else "")
+    def collective(self, home: str) -> str:
+        """Returns the kind of collective, in a computation; "" if it is not one."""
+        kind = self.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return ""
+        # As a TPU's compiler writes it.
+        return "reduce-scatter" if home.startswith("all-reduce-scatter") else kind
 
 
 def computations(text: str) -> Iterator[tuple[str, bool, list[Instruction]]]:
@@ -225,119 +311,9 @@ def frames_of(text: str) -> dict[int, list[tuple[str, str, int]]]:
     return chains
 
 
-# ----------------------------------------------------------------------------
-# The kernels of an optimized HLO module, in the order and as often as they run.
-
-# HLO's primitive types that are numbers (xla/xla_data.proto), with their bits.
-_NUMBERS = re.compile(r"(?:b?f|s|u|c)(\d+)(?:e\d\w*)?")
-_OTHERS = {"pred": 8, "token": 0, "opaque": 0}
-ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
-# A layout's memory space; without one an array is in the device's main memory.
-ON_CHIP = re.compile(r"S\([1-9]")
-
-# Instructions that name or regroup buffers and move no bytes, and the second half of
-# an asynchronous pair, whose first half has been counted.
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
-    "partition-id replica-id opt-barrier".split()
-)
-
-
-def bytes_of_shape(text: str, on_chip: bool = True) -> int:
-    """Bytes of an HLO shape; a tuple's are those of its parts.
-
-    Args:
-        text: the shape with its layout.
-        on_chip: whether arrays in the memory on the chip count.
-
-    >>> bytes_of_shape("bf16[8,4]{1,0}"), bytes_of_shape("(f32[], pred[3]{0})")
-    (64, 7)
-    """
-    total = 0
-    for array in ARRAY.finditer(text):
-        kind, dimensions, _ = array.groups()
-        if not on_chip and is_on_chip(array):
-            continue
-        sizes = (int(one.lstrip("<=")) for one in dimensions.split(",") if one)
-        total += (math.prod(sizes) * bits_of(kind) + 7) // 8
-    return total
-
-
-def bits_of(kind: str) -> int:
-    """Bits of an HLO type."""
-    found = _NUMBERS.fullmatch(kind)
-    if found is None and kind not in _OTHERS:
-        raise ValueError(
-            f"`kind` of `bits_of(kind)` must be a known HLO type; got {kind!r}. Add "
-            "it to `_OTHERS`."
-        )
-    return int(found[1]) if found else _OTHERS[kind]
-
-
-def is_on_chip(array: re.Match[str]) -> bool:
-    """Whether an array, as `ARRAY` finds it, is in the memory on the chip."""
-    return ON_CHIP.search(array[3] or "") is not None
-
-
-def bodies_of(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of an optimized HLO module by name, and which is the entry."""
-    every = list(computations(text))
-    entry = [name for name, is_entry, _ in every if is_entry]
-    if not entry:
-        raise ValueError(
-            "`bodies_of(text)` needs an HLO module with an ENTRY computation; found "
-            "none. Pass `compiled.as_text()`."
-        )
-    return {name: body for name, _, body in every}, entry[-1]
-
+# --- Programs -------------------------------------------------------------------------
 
 Run = tuple[Instruction, dict[str, str], int]
-
-
-def runs(
-    bodies: dict[str, list[Instruction]],
-    name: str,
-    size: Callable[[Instruction, dict[str, str]], int],
-    times: int = 1,
-) -> Iterator[Run]:
-    """What runs as a kernel in a computation, with its body's shapes, and how often.
-
-    Loops count as often as their known trip count (once where it is not known), a
-    conditional counts the branch that is largest by `size`.
-    """
-    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
-    for instruction in bodies[name]:
-        opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith("-done"):
-            continue
-        if opcode == "conditional":
-            branches = instruction.called("branch_computations") or [
-                *instruction.called("true_computation"),
-                *instruction.called("false_computation"),
-            ]
-            every = [list(runs(bodies, one, size, times)) for one in branches]
-            yield from max(
-                every, key=lambda one: sum(n * size(i, s) for i, s, n in one)
-            )
-        elif opcode in _INSIDE:
-            trips = instruction.trips if opcode == "while" else None
-            inner = times * (1 if trips is None else trips)
-            for one in instruction.called(_INSIDE[opcode]):
-                yield from runs(bodies, one, size, inner)
-        else:
-            yield instruction, shapes, times
-
-
-_INSIDE = {"while": "body", "call": "to_apply", "async-start": "calls"}
-
-
-# ----------------------------------------------------------------------------
-# A compiled program as `mpx.expect` reads it: its instructions and their lines.
-
-_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-# Where operations come from that no line of the user's wrote: the call of `lower`.
-_LOWERS = str(Path(__file__).with_name("_program.py"))
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,23 +321,52 @@ class Module:
     """An HLO module.
 
     Attributes:
-        header: Its first line.
+        text: All of it.
         entry: The name of the computation that runs.
         computations: Instructions by the name of the computation.
-        sources: `file:line` by the number of the stack frame.
     """
 
-    header: str
+    text: str = dataclasses.field(repr=False)
     entry: str
     computations: dict[str, list[Instruction]]
-    sources: dict[int, str]
 
-    def source(self, instruction: Instruction) -> str:
-        """The line of the user's code, or the empty text where it is not known."""
-        if instruction.frame:
-            return self.sources.get(instruction.frame, "")
-        source = _SOURCE.search(instruction.line)
-        return f"{source[1]}:{source[2]}" if source else ""
+    def kernels(
+        self,
+        size: Callable[[Instruction, dict[str, str]], int],
+        name: str | None = None,
+        times: int = 1,
+    ) -> Iterator[Run]:
+        """Yields what runs as a kernel, with its body's shapes, and how often.
+
+        Loops count as often as their known trip count (once where it is not known), a
+        conditional counts the branch that is largest by `size`.
+
+        Args:
+            size: Of an instruction, with the shapes of its body.
+            name: The computation that runs; the entry by default.
+            times: How often it runs.
+        """
+        body = self.computations[self.entry if name is None else name]
+        shapes = {instruction.name: instruction.shape for instruction in body}
+        for instruction in body:
+            if instruction.makes_nothing:
+                continue
+            if instruction.opcode == "conditional":
+                branches = (self.kernels(size, x, times) for x in instruction.runs)
+                yield from max(
+                    map(list, branches),
+                    key=lambda one: sum(n * size(i, s) for i, s, n in one),
+                )
+            elif instruction.opcode in _LOOP:
+                for one in instruction.runs:
+                    yield from self.kernels(size, one, times * instruction.turns)
+            else:
+                yield instruction, shapes, times
+
+    @functools.cached_property
+    def frames(self) -> dict[int, list[tuple[str, str, int]]]:
+        """File, function and line of each stack frame and its callers."""
+        return frames_of(self.text)
 
     @functools.cached_property
     def fusions(self) -> dict[str, Instruction]:
@@ -377,17 +382,22 @@ class Module:
     def parameters(self) -> dict[int, Instruction]:
         """The arguments of the program, by number."""
         return {
-            int(number[1]): instruction
+            instruction.number: instruction
             for instruction in self.computations[self.entry]
-            if (number := re.search(r" parameter\((\d+)\)", instruction.line))
+            if instruction.opcode == "parameter"
         }
 
     @property
     def aliased(self) -> set[int]:
         """The numbers of the arguments whose buffers hold a result."""
-        found = re.search(r"input_output_alias=\{((?:[^{}]|\{[^}]*\})*)\}", self.header)
+        found = _ALIASES.search(self.text)
         pairs = re.findall(r":\s*\((\d+),", found[1]) if found else []
         return {int(number) for number in pairs}
+
+
+_ALIASES = re.compile(
+    r"^HloModule.*input_output_alias=\{((?:[^{}]|\{[^}]*\})*)\}", re.MULTILINE
+)
 
 
 def parse(text: str) -> Module:
@@ -401,26 +411,6 @@ def parse(text: str) -> Module:
     if not entries:
         raise ValueError(
             "The text of a compiled program must have an ENTRY computation; found "
-            f"none in {text[:80]!r}. `mpx.expect` reads what XLA compiled."
+            f"none in {text[:80]!r}. Pass what XLA compiled: `compiled.as_text()`."
         )
-    header = re.search(r"^HloModule.*$", text, re.MULTILINE)
-    return Module(
-        header[0] if header else "",
-        entries[-1],
-        {name: body for name, _, body in every},
-        _sources(text),
-    )
-
-
-def _sources(text: str) -> dict[int, str]:
-    found = {number: _source(chain) for number, chain in frames_of(text).items()}
-    return {number: source for number, source in found.items() if source}
-
-
-def _source(chain: list[tuple[str, str, int]]) -> str:
-    """The innermost line that is not of mpx, which computes for whoever called it."""
-    lines = [(file, f"{file}:{line}") for file, _, line in chain if file]
-    is_outside = [file == _LOWERS for file, _ in lines] + [True]
-    lines = lines[: is_outside.index(True)]
-    others = [line for file, line in lines if not file.startswith(_OWN)]
-    return (others or [line for _, line in lines] or [""])[0]
+    return Module(text, entries[-1], {name: body for name, _, body in every})

@@ -1,40 +1,42 @@
 """The kernels of a program compiled for a GPU: bytes, operations, and a roofline.
 
 A kernel is an instruction of the optimized HLO that runs by itself. Its *bytes* are
-those of its operands and results, but of an array that it only slices, as it is or
-after elementwise arithmetic, or updates in place, the slice. A loop's body counts as
-often as the loop runs. Its *operations* are those of the matmuls in it, *further* ones
+those of operands and results. Of an array that it only slices (unchanged or after
+elementwise arithmetic) or updates in place, only the slice counts. A loop's body counts
+once per iteration. Its *operations* are those of the matmuls in it, *further* ones
 those of attention in one kernel and of convolutions; other arithmetic is left out.
 
 The *roofline time* of a program is the sum over its kernels of the larger of two times:
 its bytes at the bandwidth of the data sheet, its operations at the peak of its dtype.
-No kernel is faster; how much slower it is, only a device can tell. `roof_seconds` has
+No kernel is faster; only a device shows how much slower it is. `roof_seconds` has
 matmuls only, as the committed benchmarks do.
 
-`operand_and_result_bytes` is the older way of counting, which takes sliced arrays as a
-whole. The two must not be compared.
+`operand_and_result_bytes` of the benchmarks is the older count, which takes sliced
+arrays as a whole. The two must not be compared.
+
+`messages` counts the bytes that a program communicates, `memory` those that it needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from ._hlo import (
-    ARRAY,
+    RESULT_HOLDS_OPERANDS,
     Instruction,
-    bits_of,
-    bodies_of,
+    Module,
+    arrays_of,
     bytes_of_shape,
-    is_on_chip,
-    runs,
+    parse,
 )
 from ._targets import Roof
 
-# A fusion computes of what these give only what is read of it.
+# A fusion computes only the elements of these that are read.
 _ELEMENTWISE = frozenset(
     "abs add and bitcast bitcast-convert ceil clamp compare convert copy divide "
     "exponential floor is-finite log maximum minimum multiply negate not or power "
@@ -48,18 +50,18 @@ class Kernel:
 
     Attributes:
         name: Its name in the HLO.
-        target: Of a call of a library, which; else its opcode.
-        bytes: Read and written in one run.
-        operations: Of the matrix products in it, in one run.
-        bits: Of the widest operand of those; 0 without one.
-        times: How often it runs.
+        target: The target of a library call; else its opcode.
+        bytes: Bytes read and written in one run.
+        operations: Operations of the matmuls in it, in one run.
+        bits: The bits of the widest operand of those; 0 without one.
+        times: The number of its runs.
         source: The operation of the program that its result comes from, with the
-            scopes around it; "" where XLA does not say.
-        opcode: Of the instruction.
+            scopes around it; "" if XLA does not record it.
+        opcode: The opcode of the instruction.
         further: Operations of attention and convolutions in it, in one run.
         few: Bytes of its results in floats of 8 bits or less, in one run.
         results: Bytes of all its results.
-        frame: The number of the stack frame that its line of code is in; 0 without.
+        frame: The number of the stack frame of its line of code; 0 without.
     """
 
     name: str
@@ -82,7 +84,7 @@ class Kernel:
 
 
 def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
-    """The least time that these kernels could take on a device."""
+    """Returns the roofline time of these kernels on a device."""
     return sum(
         kernel.times
         * max(
@@ -94,25 +96,27 @@ def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
 
 
 def traffic(kernels: list[Kernel]) -> int:
-    """Bytes that these kernels read and write."""
+    """Returns the bytes that these kernels read and write."""
     return sum(kernel.times * kernel.bytes for kernel in kernels)
 
 
 def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
-    """Those that multiply numbers of 8 bits or less."""
+    """Returns the kernels with matmuls of 8 bits or less."""
     return [kernel for kernel in kernels if kernel.operations and kernel.bits <= 8]
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The kernels of an optimized HLO module; of a conditional, its largest branch.
+    """Returns the kernels of an optimized HLO module.
 
-    Bytes are those of the main memory: arrays that a TPU's compiler has placed on the
-    chip do not count.
+    Of a conditional, the largest branch counts. Bytes are those of the main memory:
+    arrays that a TPU's compiler has placed on the chip do not count.
     """
-    return _Program(text).kernels()
+    module = parse(text)
+    size = functools.partial(_bytes, module)
+    return [_kernel(module, *run) for run in module.kernels(size)]
 
 
-# Calls of libraries give the memory that they work in as a further result.
+# Library calls have their working memory as a further result.
 _LIBRARY = ("__cublas", "__cudnn")
 _SCORES = re.compile(r'intermediate_tensor_shape":.*?"dimensions": ?\[([\d", ]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -120,79 +124,66 @@ _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
 
 
-class _Program:
-    def __init__(self, text: str):
-        self.bodies, self.entry = bodies_of(text)
-
-    def kernels(self) -> list[Kernel]:
-        return [
-            self._kernel(*run) for run in runs(self.bodies, self.entry, self._bytes)
-        ]
-
-    def _kernel(
-        self, instruction: Instruction, shapes: dict[str, str], times: int
-    ) -> Kernel:
-        inside = [(instruction, shapes)]
-        if instruction.opcode == "fusion":
-            (inner,) = instruction.called("calls")
-            names = {one.name: one.shape for one in self.bodies[inner]}
-            inside = [(one, names) for one in self.bodies[inner]]
-        found = [x for one in inside if (x := _product(*one)) is not None]
-        further = [x for one in inside if (x := _further(*one)) is not None]
-        return Kernel(
-            instruction.name,
-            instruction.target or instruction.opcode,
-            self._bytes(instruction, shapes),
-            sum(operations for operations, _ in found),
-            max((bits for _, bits in found or further), default=0),
-            times,
-            instruction.op_name,
-            instruction.opcode,
-            sum(operations for operations, _ in further),
-            _few_bytes(instruction.shape),
-            bytes_of_shape(instruction.shape),
-            instruction.frame,
-        )
-
-    def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:
-        operands = [shapes[one] for one in instruction.operands if one in shapes]
-        if instruction.opcode == "fusion":
-            (inner,) = instruction.called("calls")
-            return _fusion_bytes(self.bodies[inner], instruction.shape, operands)
-        result = _bytes_of(instruction.shape)
-        if instruction.opcode in ("slice", "dynamic-slice", "gather"):
-            return 2 * result
-        if instruction.opcode == "dynamic-update-slice":
-            return 2 * _bytes_of(operands[1])
-        if instruction.opcode in _RESULT_HOLDS_OPERANDS:
-            return result
-        if instruction.opcode == "slice-start":  # ((operand), result, context)
-            places = list(ARRAY.finditer(instruction.shape))[:2]
-            off_chip = sum(not is_on_chip(one) for one in places)
-            return off_chip * bytes_of_shape(places[1][0])
-        if instruction.target.startswith(_LIBRARY):
-            result = _result_bytes(instruction.shape)
-        return result + sum(map(_bytes_of, operands))
+def _kernel(
+    module: Module, instruction: Instruction, shapes: dict[str, str], times: int
+) -> Kernel:
+    inside = [(instruction, shapes)]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.runs[0]]
+        names = {one.name: one.shape for one in body}
+        inside = [(one, names) for one in body]
+    found = [x for one in inside if (x := _product(*one)) is not None]
+    further = [x for one in inside if (x := _further(*one)) is not None]
+    return Kernel(
+        instruction.name,
+        instruction.target or instruction.opcode,
+        _bytes(module, instruction, shapes),
+        sum(operations for operations, _ in found),
+        max((bits for _, bits in found or further), default=0),
+        times,
+        instruction.op_name,
+        instruction.opcode,
+        sum(operations for operations, _ in further),
+        sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
+        bytes_of_shape(instruction.shape),
+        instruction.frame,
+    )
 
 
-# Instructions whose result is a tuple that has the operand in it.
-_RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
+def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> int:
+    operands = [shapes[one] for one in instruction.operands if one in shapes]
+    if instruction.opcode == "fusion":
+        body = module.computations[instruction.runs[0]]
+        return _fusion_bytes(body, instruction.shape, operands)
+    result = _bytes_of(instruction.shape)
+    if instruction.opcode in ("slice", "dynamic-slice", "gather"):
+        return 2 * result
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _bytes_of(operands[1])
+    if instruction.opcode in RESULT_HOLDS_OPERANDS:
+        return result
+    if instruction.opcode == "slice-start":  # ((operand), result, context)
+        places = instruction.results[:2]
+        return sum(not one.is_on_chip for one in places) * places[1].bytes
+    if instruction.target.startswith(_LIBRARY):
+        result = _result_bytes(instruction)
+    return result + sum(map(_bytes_of, operands))
 
 
 def _bytes_of(shape: str) -> int:
-    """Those in the main memory."""
-    return bytes_of_shape(shape, on_chip=False)
+    """Returns the bytes in the main memory."""
+    return sum(array.bytes for array in arrays_of(shape) if not array.is_on_chip)
 
 
-def _result_bytes(shape: str) -> int:
-    """Those of a library's call, without the memory that it works in."""
-    first, *more = (array[0] for array in ARRAY.finditer(shape))
-    scratch = [one for one in more if re.match(r"[su]8\[\d+\]", one)]
-    return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
+def _result_bytes(call: Instruction) -> int:
+    """Returns the result bytes of a library call, without its working memory."""
+    more = call.results[1:]
+    scratch = (x for x in more if x.kind in ("s8", "u8") and len(x.shape) == 1)
+    return bytes_of_shape(call.shape) - sum(x.bytes for x in scratch)
 
 
 def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
-    """Bytes of a fusion, from what it does with its parameters."""
+    """Returns the bytes of a fusion, from the uses of its parameters."""
     by_name = {one.name: one for one in body}
     users: dict[str, list[Instruction]] = {one.name: [] for one in body}
     for one in body:
@@ -205,7 +196,7 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         return name
 
     def reads(parameter: str) -> dict[str, int]:
-        """How many numbers are read of each array, if made of this parameter."""
+        """Returns the numbers read of each array, if made of this parameter."""
         found: dict[str, int] = {}
         for one in reversed(body):  # users come after what they use
             size, total = _size(one.shape), 0
@@ -216,7 +207,7 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
                     total += found[user.name]
                 elif targets.get(user.name) != parameter:
                     total = size
-                    break  # else what is not overwritten stays where it is
+                    break  # else the part that is not overwritten stays in place
             found[one.name] = size if one is body[-1] else min(total, size)
         return found
 
@@ -230,22 +221,21 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         )
     for one in body:
         if one.opcode == "parameter" and (size := _size(one.shape)):
-            number = int(one.line.partition("parameter(")[2].partition(")")[0])
-            if number >= len(operands) or _bytes_of(operands[number]):
+            if one.number >= len(operands) or _bytes_of(operands[one.number]):
                 read = by_parameter.get(one.name, by_parameter[""])[one.name]
                 total += bytes_of_shape(one.shape) * read // size
     return max(total, 0)
 
 
 def _size(shape: str) -> int:
-    """How many numbers the first array of a shape has."""
+    """Returns the count of numbers in the first array of a shape."""
     return math.prod(_dimensions(shape))
 
 
 def _product(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
-    """Operations of a matrix product, and the bits of its widest operand."""
+    """Returns the operations of a matmul, and the bits of its widest operand."""
     is_call = instruction.target.startswith(_LIBRARY)
     if instruction.opcode != "dot" and not is_call:
         return None
@@ -266,14 +256,14 @@ def _product(
 def _further(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
-    """The same of attention in one kernel, and of a convolution."""
+    """Returns the same for attention in one kernel, and for a convolution."""
     call = instruction.target
     if call.startswith("__cudnn$fmha"):
         scores, operand = _SCORES.search(instruction.line), instruction.operands[0]
         if scores is None or operand not in shapes:
             return None
         size = math.prod(int(one) for one in re.findall(r"\d+", scores[1]))
-        # Forward two products, backward five; of a causal mask half of each.
+        # Two matmuls forward, five backward; half of each with a causal mask.
         count = 5 if call.endswith("Backward") else 2
         half = 1 + ('"mask_type": "CAUSAL"' in instruction.line)
         last = _dimensions(shapes[operand])[-1]
@@ -284,7 +274,7 @@ def _further(
     ):
         return None
     left, right = (shapes[one] for one in instruction.operands[:2])
-    # What the forward convolution makes, and its window.
+    # The result of the forward convolution, and its window.
     outputs, window = instruction.shape, right
     if "BackwardInput" in call:
         outputs = left
@@ -295,38 +285,21 @@ def _further(
     return 2 * _size(outputs) * each, max(_bits(left), _bits(right))
 
 
-def _few_bytes(shape: str) -> int:
-    """Bytes of the arrays of a shape that are floats of 8 bits or less."""
-    arrays = (array[0] for array in ARRAY.finditer(shape))
-    return sum(bytes_of_shape(one) for one in arrays if re.match("f[48]e", one))
-
-
-def _dimensions(shape: str) -> list[int]:
-    """Of the first array of a shape."""
-    array = ARRAY.search(shape)
-    return [int(one) for one in array[2].split(",") if one] if array else []
+def _dimensions(shape: str) -> tuple[int, ...]:
+    """Returns the dimensions of the first array of a shape."""
+    return next((array.shape for array in arrays_of(shape)), ())
 
 
 def _bits(shape: str) -> int:
-    array = ARRAY.search(shape)
-    return bits_of(array[1]) if array else 32
+    return next((array.bits_each for array in arrays_of(shape)), 32)
 
 
-# ----------------------------------------------------------------------------
-# What a compiled program sends from device to device: bytes by collective and dtype.
+# --- Communication between devices, by collective and dtype ---------------------------
 #
-# Bytes are what one device sends over a ring of $n$ devices, the least that is
-# possible: of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1)
-# / n$ of the whole, an all-reduce twice that, an all-to-all once. A loop's body counts
-# as often as the loop runs. What a switch on the way adds up is left out.
-
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+# Bytes are those that one device sends over a ring of $n$ devices, the least possible:
+# of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1) / n$ of
+# the whole, an all-reduce twice that, an all-to-all once. A loop's body counts once per
+# iteration. Sums in a switch are left out.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,10 +308,10 @@ class Message:
 
     Attributes:
         kind: The collective.
-        dtype: Of what travels, in HLO's words.
-        bytes: Of the whole array, which all devices together hold or make.
-        times: How often it runs.
-        devices: Among how many.
+        dtype: The dtype that is sent, as HLO writes it.
+        bytes: The bytes of the whole array, over all devices.
+        times: The number of its runs.
+        devices: The number of devices that take part.
     """
 
     kind: str
@@ -349,7 +322,7 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends."""
+        """The bytes that one device sends."""
         share = (self.devices - 1) / self.devices
         if self.kind == "collective-permute":
             share = 1
@@ -357,49 +330,29 @@ class Message:
 
 
 def messages(text: str, devices: int) -> list[Message]:
-    """The collectives of an optimized HLO module."""
-    bodies, entry = bodies_of(text)
-    return list(_messages(bodies, entry, 1, devices))
+    """Returns the collectives of an optimized HLO module."""
+    module = parse(text)
+    return list(_messages(module, module.entry, 1, devices))
 
 
-def _messages(
-    bodies: dict[str, list[Instruction]], name: str, times: int, devices: int
-) -> Iterator[Message]:
-    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
-    for instruction in bodies[name]:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _KINDS:
-            if name.startswith("all-reduce-scatter"):  # as a TPU's compiler writes it
-                kind = "reduce-scatter"
-            yield from _of(instruction, kind, shapes, times, devices)
-        trips = instruction.trips if kind == "while" else None
-        inner = times * (1 if trips is None else trips)
-        keys = ("body", "calls", "branch_computations", "called_computations")
-        keys += ("true_computation", "false_computation")
-        keys += ("to_apply",) if kind == "call" else ()
-        for key in keys:
-            for one in instruction.called(key):
-                if one in bodies:
-                    yield from _messages(bodies, one, inner, devices)
-
-
-def _of(
-    instruction: Instruction,
-    kind: str,
-    shapes: dict[str, str],
-    times: int,
-    devices: int,
-) -> Iterator[Message]:
-    given = " ".join(shapes[name] for name in instruction.operands)
-    group = _group(instruction.line) or devices
-    for array in ARRAY.finditer(given):
-        size = bytes_of_shape(array[0])
-        whole = size * group if kind == "all-gather" else size
-        yield Message(kind, array[1], whole, times, group)
+def _messages(module: Module, name: str, times: int, devices: int) -> Iterator[Message]:
+    body = module.computations[name]
+    types = {instruction.name: instruction.results for instruction in body}
+    for instruction in body:
+        if kind := instruction.collective(name):
+            group = _group(instruction.line) or devices
+            operands = instruction.operands
+            if kind == "ragged-all-to-all":  # then its results' place, offsets, sizes
+                operands = operands[:1]
+            for array in (array for one in operands for array in types[one]):
+                whole = array.bytes * (group if kind == "all-gather" else 1)
+                yield Message(kind, array.kind, whole, times, group)
+        for one in instruction.runs:
+            yield from _messages(module, one, times * instruction.turns, devices)
 
 
 def _group(line: str) -> int | None:
-    """Among how many devices a collective is."""
+    """Returns the number of devices in a collective's group; None if all."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return len(listed[1].split(","))
@@ -407,12 +360,11 @@ def _group(line: str) -> int | None:
     return int(sized[1]) if sized else None
 
 
-# ----------------------------------------------------------------------------
-# What a compiled program needs of a device's memory.
+# --- Memory ---------------------------------------------------------------------------
 
 
 def memory(compiled: Any) -> int:
-    """Bytes of arguments, results that are in none of them, and temporaries."""
+    """Returns the bytes of arguments, results in none of them, and temporaries."""
     sizes = _sizes(compiled)
     return (
         sizes.argument_size_in_bytes

@@ -1,4 +1,4 @@
-"""Compile-only devices: the real compiler of an accelerator that is not there.
+"""Compile-only devices: the real compiler of an accelerator, without the accelerator.
 
 XLA compiles for a *topology*, a description of devices, without opening one. The
 executable has its buffer assignment and its optimized HLO, so memory and traffic can be
@@ -6,10 +6,10 @@ read from it on any machine, and two commits compare exactly.
 
 * TPU targets need the compiler `libtpu` (a wheel of 200 MB, 700 MB unpacked), installed
   or named by `TPU_LIBRARY_PATH`.
-* CUDA targets need `jax[cuda12]` (5 GB unpacked). Nothing is tuned without a GPU.
+* CUDA targets need `jax[cuda12]` (5 GB unpacked). Nothing is autotuned without a GPU.
 
-Where there is no such device, `JAX_PLATFORMS=cpu` must be set before JAX starts its
-backends. The devices and their numbers are in `targets.toml`.
+Without such a device, `JAX_PLATFORMS=cpu` must be set before JAX starts its backends.
+The devices and their numbers are in `targets.toml`.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ class Device:
     """A device to compile for.
 
     Attributes:
-        name: The word on the command line.
+        name: The name on the command line.
         platform: `"tpu"` or `"cuda"`.
-        title: The device in words, for tables.
-        roof: What it reaches.
-        sources: Where each number of `roof` is from, by its name.
-        topology: What the compiler's topology lookup wants (TPU only).
+        title: The name for tables.
+        roof: Its peak rates, and the shares that programs reach.
+        sources: The source of each number of `roof`, by its name.
+        topology: The argument of the compiler's topology lookup (TPU only).
         config: The device description in XLA's text format (CUDA only).
     """
 
@@ -80,7 +80,7 @@ class Device:
 
 
 _FOLDER = Path(__file__).parent
-# Those of Hopper and later, where a device has none of its own.
+# The limits of Hopper and later, unless a device has its own.
 _LIMITS = {"threads_per_core": 2048, "shared_per_core": 233_472, "cudnn": 8}
 _LIMITS |= {"shared_per_block": 232_448, "cache": 52_428_800, "clock_ghz": 1.98}
 
@@ -99,6 +99,8 @@ def _read() -> dict[str, Device]:
         own: dict[str, str] = {key: one["source"] for key in ("peaks", *numbers)}
         sources = origins | own
         if is_tpu:
+            # unsure: no TPU was measured; its kernels are taken to start in no time,
+            # its shares are a GPU's
             roof = dataclasses.replace(roof, start=(0.0, 0.0))
             sources = {key: f"as a GPU: {x}" for key, x in origins.items()} | own
         limits = _LIMITS | one | {"bandwidth": int(one["bandwidth"])}
@@ -114,13 +116,13 @@ def _read() -> dict[str, Device]:
 
 
 TARGETS = _read()
-# Without a GPU nothing is tuned, and Triton's untuned tiling refuses some shapes; the
-# matmuls go to cuBLAS instead.
+# Without a GPU nothing is autotuned, and Triton's untuned tiling rejects some shapes;
+# matmuls use cuBLAS instead.
 CUDA_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def why_missing(target: Device) -> str | None:
-    """Why this process cannot compile for `target`; None where it can."""
+    """Returns why this process cannot compile for `target`; None if it can."""
     if target.platform == "tpu":
         named = os.environ.get("TPU_LIBRARY_PATH")
         if (named and Path(named).is_file()) or importlib.util.find_spec("libtpu"):
@@ -139,7 +141,7 @@ def why_missing(target: Device) -> str | None:
 
 
 def compile_only_devices(target: Device, count: int = 1) -> list[Any]:
-    """The first `count` devices of the target's topology.
+    """Returns the first `count` devices of the target's topology.
 
     Raises:
         RuntimeError: The target's compiler is not installed or does not start; the

@@ -1,3 +1,9 @@
-"""Contracts on the compiled step: what must hold of it, and what breaks it."""
+"""Claims about a compiled step (`mpx.expect`), and the errors if one is not met.
+
+In order of reading:
+
+* `_operations`: matmuls, collectives and calls of a lowered or compiled program.
+* `_expect`: one check for each claim, and `mpx.expect`.
+"""
 
 from ._expect import ContractError, Violation, expect

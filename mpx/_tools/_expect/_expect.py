@@ -1,13 +1,13 @@
-"""`mpx.expect`: claims about a compiled step, for the tests of those who train with it.
+"""`mpx.expect`: claims about a compiled step, for the tests of a training program.
 
-Nothing runs. Two states of a program are read: *products* as JAX lowered them, so that
-a test on a laptop says what holds on an accelerator; memory, collectives, calls and
-donation as the compiler of the platform made them.
+Nothing runs. Two states of a program are read: matmuls (`products`) as JAX lowered
+them, so that a test on a laptop is valid for an accelerator; memory, collectives, calls
+and donation as the compiler of the platform made them.
 
-Sharp edges: a low-precision product that is written with dequantized operands has their
-dtype, until a compiler that knows the pattern makes a call of it (`product_calls`). A
-loop whose trips are not known counts once, and of a conditional every branch counts. A
-compiler may carry a half-precision sum in float32 between devices, as the CPU's does.
+Sharp edges: a low-precision matmul of dequantized operands has their dtype, until a
+compiler that knows the pattern makes a call of it (`product_calls`). A loop of unknown
+iterations counts once, and every branch of a conditional counts. A compiler may do a
+half-precision sum between devices in float32, as the CPU's does.
 """
 
 import dataclasses
@@ -36,20 +36,19 @@ from ._operations import (
     products,
 )
 
-# ----------------------------------------------------------------------------
-# One function for each claim: what of a program breaks it, or None.
+# --- Checks: one for each claim, which returns None or what violates it ---------------
 
 _LISTED = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
-    """A claim that does not hold.
+    """A claim that is not met.
 
     Attributes:
         claim: The argument of `mpx.expect` that made it.
         found: What was expected and what came.
-        operations: What breaks it: operations of a program, as `mpx.expect` finds them,
+        operations: The violating operations of a program, as `mpx.expect` finds them,
             or layers that are too far apart, each a `mpx.reports.Closeness`.
     """
 
@@ -66,7 +65,7 @@ class Violation:
 
 
 def check_memory(claim: str, program: Program, limit: int) -> Violation | None:
-    """The bytes of temporaries, of arguments, or of all that is held at once."""
+    """Checks the bytes of temporaries, of arguments, or the peak."""
     bytes_of = program.bytes_of[claim]
     if bytes_of <= limit:
         return None
@@ -85,14 +84,14 @@ def check_products(
     share: float,
     except_in: Callable[[Operation], bool],
 ) -> Violation | None:
-    """The share of the FLOPs whose operands have one of the dtypes."""
+    """Checks the share of the FLOPs whose operands have one of the dtypes."""
     every = [x for x in products(program.lowered_module) if not except_in(x)]
     if not every:
         return Violation("products", "the program contains no matmul.")
     wrong = [x for x in every if not dtypes.issuperset(x.dtypes)]
     total = sum(x.flops for x in every)
     bad = sum(x.flops for x in wrong)
-    # A product of empty arrays has no share, and is right or wrong all the same.
+    # Matmuls of empty arrays have no FLOPs, but may have the wrong dtype.
     got = 1 - bad / total if total else float(not wrong)
     if (not wrong) if share == 1 else got >= share:
         return None
@@ -108,7 +107,7 @@ def check_products(
 def check_product_calls(
     program: Program, patterns: Sequence[str], except_in: Callable[[Operation], bool]
 ) -> Violation | None:
-    """The compiler computes each product by a call of one of these."""
+    """Checks that the compiler computes each matmul by a call of a given pattern."""
     every = [x for x in compiled_products(program.compiled_module) if not except_in(x)]
     if not every:
         found = "the compiled program contains no matmul."
@@ -127,8 +126,8 @@ def check_collectives(
     allowed: Mapping[str, frozenset[str]],
     except_in: Callable[[Operation], bool],
 ) -> Violation | None:
-    """Collectives of more than one number carry only what is allowed."""
-    # The compiler joins those of several arrays to one; each array is looked at.
+    """Checks that collectives of more than one number have the allowed dtypes."""
+    # The compiler joins the collectives of several arrays; each array is checked.
     wrong = [
         one
         for x in collectives(program.compiled_module)
@@ -145,7 +144,7 @@ def check_collectives(
 
 
 def check_required_calls(program: Program, patterns: Sequence[str]) -> Violation | None:
-    """Each pattern is called at least once."""
+    """Checks that each pattern is called at least once."""
     calls = custom_calls(program.compiled_module)
     missing = [p for p in patterns if not any(_matches(x.kind, [p]) for x in calls)]
     if not missing:
@@ -160,7 +159,7 @@ def check_required_calls(program: Program, patterns: Sequence[str]) -> Violation
 def check_forbidden_calls(
     program: Program, patterns: Sequence[str]
 ) -> Violation | None:
-    """No pattern is called."""
+    """Checks that no pattern is called."""
     calls = custom_calls(program.compiled_module)
     wrong = [x for x in calls if _matches(x.kind, patterns)]
     found = f"no call of {_either(patterns)} expected; got"
@@ -168,13 +167,13 @@ def check_forbidden_calls(
 
 
 def check_host_callbacks(program: Program) -> Violation | None:
-    """Nothing calls the host's Python."""
+    """Checks that nothing calls the host's Python."""
     wrong = host_transfers(program.compiled_module)
     return _unless_empty("host_callbacks", "none expected; got", wrong)
 
 
 def check_donation(program: Program) -> Violation | None:
-    """The buffers of all donated arguments hold a result."""
+    """Checks that each donated argument's buffer is used for a result."""
     leaves = jax.tree.leaves(program.arguments)
     donated = [i for i, leaf in enumerate(leaves) if leaf.donated]
     if not donated:
@@ -183,7 +182,7 @@ def check_donation(program: Program) -> Violation | None:
     module = program.compiled_module
     parameters, aliased = module.parameters, module.aliased
     expected = f"{len(donated)} donated arrays aliased to results expected"
-    if len(parameters) != len(leaves):  # JAX drops arguments that are not used
+    if len(parameters) != len(leaves):  # JAX drops unused arguments
         if len(aliased) >= len(donated):
             return None
         names = _listed(parameters[i].op_name or f"argument {i}" for i in aliased)
@@ -208,7 +207,7 @@ def _unless_empty(
 
 
 def _argument(parameter: Instruction) -> Operation:
-    """An argument of the program, as an error shows it."""
+    """Returns an argument of the program, as an error shows it."""
     return Operation(f"`{parameter.op_name}`", (), parameter.results, "", "")
 
 
@@ -224,7 +223,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
 
 
-# ----------------------------------------------------------------------------
+# --- `mpx.expect` ---------------------------------------------------------------------
 
 
 class ContractError(AssertionError):
@@ -392,7 +391,7 @@ def _share(share: object) -> float:
 
 
 def _except_in(value: object, name: str) -> Callable[[Operation], bool]:
-    """Whether an operation is left out of a claim, by its scopes or as asked."""
+    """Returns a predicate of operations that a claim ignores: by scope, or as given."""
     if callable(value):
         return lambda operation: bool(value(operation))
     scopes = _patterns(value, name)
@@ -405,7 +404,7 @@ def _patterns(value: object, name: str) -> tuple[str, ...]:
 
 
 def _names(dtypes: object, name: str) -> frozenset[str]:
-    """The names of dtypes: one, or several of them."""
+    """Returns the names of one or several dtypes."""
     several = isinstance(dtypes, list | tuple | set | frozenset)
     return frozenset(_name(x, name) for x in (dtypes if several else (dtypes,)))
 
@@ -413,7 +412,7 @@ def _names(dtypes: object, name: str) -> frozenset[str]:
 def _name(dtype: Any, name: str) -> str:
     try:
         return float_dtype(dtype, f"`{name}` of `mpx.expect`").name
-    except TypeError:  # it exists, and is no dtype that floats are cast to
+    except TypeError:  # it exists, but floats are not cast to it
         return jnp.dtype(dtype).name
 
 

@@ -1,10 +1,15 @@
-"""The operations of a program that contracts speak of: products, collectives, calls."""
+"""The operations of a program that claims are about: matmuls, collectives, calls.
+
+`Program` is a step as lowered and as compiled; functions read operations from either.
+"""
 
 import dataclasses
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,21 +17,12 @@ from jaxtyping import PyTree
 
 from ..._base.errors import describe
 from ..._settings import is_within
-from .._counter import ArrayType, Instruction, Module, parse
+from .._counter import COLLECTIVES as COLLECTIVES, ArrayType, Instruction, Module, parse
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
-# JAX's own call for products with block scales, before the compiler has chosen one.
+# JAX's own call for matmuls with block scales, before the compiler has chosen one.
 _SCALED_PRODUCT = "__op$block_scaled_dot"
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-# Calls of a library that are matrix products, convolutions or attention.
+# Library calls that are matmuls, convolutions or attention.
 _PRODUCT_CALL = re.compile(
     r"__cublas\$(gemm|lt\$)|__cudnn\$(conv|blockScaledDot|fmha)|__onednn\$(matmul|convolution)"
     r"|__op\$block_scaled_dot|__triton.*gemm"
@@ -35,7 +31,7 @@ _HOST = re.compile(r"callback", re.IGNORECASE)
 _TRANSFERS = ("send", "recv", "infeed", "outfeed")
 
 
-# What JAX itself writes into the path of an operation, beside the names of scopes.
+# Parts of an operation's path that JAX writes, other than names of scopes.
 _LOOP = re.compile(r"\bwhile/(body|cond)(?=/|$)|\bbranch_\d+_fun\b")
 _STRUCTURE = frozenset(
     "jit pjit jvp transpose vmap closed_call cond checkpoint rematted_computation "
@@ -44,7 +40,7 @@ _STRUCTURE = frozenset(
 
 
 def _scopes(op_name: str) -> list[str]:
-    """The named scopes of a path, and the names of jitted functions.
+    """Returns the named scopes and the jitted functions of a path.
 
     >>> _scopes("jit(step)/transpose(jvp(decoder))/while/body/closed_call/layer/dot")
     ['step', 'decoder', 'layer']
@@ -58,13 +54,13 @@ class Operation:
     """An operation of the program, as an error shows it.
 
     Attributes:
-        kind: What it is: `dot`, `all-gather`, the target of a call.
-        operands: Dtypes and shapes of what it takes, where known.
-        results: Dtypes and shapes of what it gives.
+        kind: `dot`, `all-gather`, or the target of a call.
+        operands: Dtypes and shapes of its operands, if known.
+        results: Dtypes and shapes of its results.
         op_name: The path of transforms and scopes.
         source: `file:line`, or the empty text.
-        times: How often it runs.
-        flops: Floating point operations of all its runs; 0 where they are not counted.
+        times: The number of its runs.
+        flops: Floating point operations of all its runs; 0 if not counted.
     """
 
     kind: str
@@ -77,16 +73,16 @@ class Operation:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of its operands, or of its results where those are not known."""
+        """The dtypes of its operands, or of its results if those are unknown."""
         return tuple(array.dtype for array in self.operands or self.results)
 
     @property
     def bytes(self) -> int:
-        """The bytes of its operands, or of its results where those are not known."""
+        """The bytes of its operands, or of its results if those are unknown."""
         return sum(array.bits for array in self.operands or self.results) // 8
 
     def is_within(self, scope: str) -> bool:
-        """Whether a named scope, or a path of them joined by `/`, encloses it.
+        """Returns whether a named scope, or a path joined by `/`, encloses it.
 
         As in `mpx.Rule`: the path may begin at any scope, and `*` matches any text.
         """
@@ -106,9 +102,9 @@ class Operation:
 
 
 def products(module: Module) -> list[Operation]:
-    """The matrix products and convolutions of a lowered program, by its loops' trips.
+    """Returns the matmuls and convolutions of a lowered program, with loop iterations.
 
-    Products of integers and booleans are left out.
+    Matmuls of integers and booleans are left out.
     """
     found = []
     for instruction, names, times, prefix in _run(module, module.entry, 1, ""):
@@ -127,7 +123,7 @@ def products(module: Module) -> list[Operation]:
                 operands,
                 instruction.results,
                 _full_name(instruction, prefix),
-                module.source(instruction),
+                _source(module, instruction),
                 times,
                 2 * size * depth * times,
             )
@@ -136,7 +132,7 @@ def products(module: Module) -> list[Operation]:
 
 
 def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
-    """How many numbers are added up for each element of a product."""
+    """Returns the count of terms in each element of a matmul's sum."""
     left, right = (operand.shape for operand in operands)
     if instruction.opcode == "convolution":
         labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.line)
@@ -148,31 +144,22 @@ def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
     return math.prod(left[int(i)] for i in contracted.split(",") if i)
 
 
-# What instructions run, by the names of the attributes.
-_BODIES = {
-    "while": ("body",),
-    "call": ("to_apply",),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-}
-
-
 def _run(
     module: Module, name: str, times: int, prefix: str
 ) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
-    """What a lowered computation runs, with the names in reach and how often."""
+    """Yields the instructions that run, with the names in scope and their runs."""
     body = module.computations[name]
     names = {instruction.name: instruction for instruction in body}
     for instruction in body:
         yield instruction, names, times, prefix
-        runs = _trips(module, instruction) if instruction.opcode == "while" else 1
+        turns = _trips(module, instruction) if instruction.opcode == "while" else 1
         inner = _full_name(instruction, prefix)
-        for key in _BODIES.get(instruction.opcode, ()):
-            for called in instruction.called(key):
-                yield from _run(module, called, times * runs, inner)
+        for called in instruction.runs:
+            yield from _run(module, called, times * turns, inner)
 
 
 def _trips(module: Module, loop: Instruction) -> int:
-    """How often a loop runs: its condition compares a counter with a constant."""
+    """Returns a loop's iterations: its condition compares a counter with a constant."""
     if loop.trips is not None:
         return loop.trips
     for condition in loop.called("condition"):
@@ -189,7 +176,7 @@ def _trips(module: Module, loop: Instruction) -> int:
 
 
 def _full_name(instruction: Instruction, prefix: str) -> str:
-    """The operation's path; inside of a called computation it is written relative."""
+    """Returns the operation's path; in a called computation it is written relative."""
     name = instruction.op_name
     outermost = prefix.partition("/")[0]
     if not prefix or name == outermost or name.startswith(f"{outermost}/"):
@@ -198,14 +185,12 @@ def _full_name(instruction: Instruction, prefix: str) -> str:
 
 
 def collectives(module: Module) -> list[Operation]:
-    """The collectives of an optimized program that move more than scalars."""
+    """Returns the collectives of an optimized program that send more than scalars."""
     found = []
     for home, instruction, names in _everything(module):
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
+        kind = instruction.collective(home)
+        if not kind:
             continue
-        if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
-            kind = "reduce-scatter"
         arrays = _operands(instruction, names) or instruction.results
         arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
         if arrays:
@@ -214,12 +199,12 @@ def collectives(module: Module) -> list[Operation]:
 
 
 def custom_calls(module: Module) -> list[Operation]:
-    """The calls of libraries and kernels in an optimized program."""
+    """Returns the calls of libraries and kernels in an optimized program."""
     return _of_kinds(module, lambda x: x.target * (x.opcode == "custom-call"))
 
 
 def compiled_products(module: Module) -> list[Operation]:
-    """What an optimized program computes products with: calls, or instructions."""
+    """Returns the calls and instructions of an optimized program that are matmuls."""
 
     def kind(instruction: Instruction) -> str:
         is_call = _PRODUCT_CALL.match(instruction.target) is not None
@@ -231,7 +216,7 @@ def compiled_products(module: Module) -> list[Operation]:
 
 
 def host_transfers(module: Module) -> list[Operation]:
-    """Where an optimized program waits for, or talks to, the host's Python."""
+    """Returns the calls of, and transfers to, the host in an optimized program."""
 
     def kind(instruction: Instruction) -> str:
         is_transfer = instruction.opcode in _TRANSFERS and (
@@ -246,7 +231,7 @@ def host_transfers(module: Module) -> list[Operation]:
 
 
 def _of_kinds(module: Module, kind: Callable[[Instruction], str]) -> list[Operation]:
-    """The operations of an optimized program that have a kind, not the empty text."""
+    """Returns the operations of an optimized program that have a kind (not "")."""
     return [
         _plain(module, home, instruction, name, _operands(instruction, names))
         for home, instruction, names in _everything(module)
@@ -255,18 +240,17 @@ def _of_kinds(module: Module, kind: Callable[[Instruction], str]) -> list[Operat
 
 
 def largest_results(module: Module, count: int) -> list[Operation]:
-    """The largest arrays that the instructions outside of fusions make."""
+    """Returns the largest arrays that instructions outside of fusions make."""
     inside = set(module.fusions)
     for _, instruction, _ in _everything(module):
         if instruction.opcode in ("reduce", "sort", "scatter", "all-reduce"):
             inside.update(instruction.called("to_apply"))
-    free = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call")
     found = [
         _plain(module, name, instruction, instruction.opcode, ())
         for name, body in module.computations.items()
         if name not in inside
         for instruction in body
-        if instruction.opcode not in free
+        if not (instruction.makes_nothing or instruction.opcode in ("while", "call"))
     ]
     found.sort(key=lambda x: sum(array.bits for array in x.results), reverse=True)
     return found[:count]
@@ -275,11 +259,33 @@ def largest_results(module: Module, count: int) -> list[Operation]:
 def _everything(
     module: Module,
 ) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
-    """Every instruction, with its computation and the names in its reach."""
+    """Yields every instruction, with its computation and the names in scope."""
     for home, body in module.computations.items():
         names = {instruction.name: instruction for instruction in body}
         for instruction in body:
             yield home, instruction, names
+
+
+_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
+_OWN = f"{Path(__file__).parents[2]}{os.sep}"
+
+
+def _source(module: Module, instruction: Instruction) -> str:
+    """`file:line` of the user's code, or the empty text where it is not known.
+
+    It is the innermost line that is not of mpx, which computes for its caller.
+    """
+    if not instruction.frame:
+        source = _SOURCE.search(instruction.line)
+        return f"{source[1]}:{source[2]}" if source else ""
+    lines = []
+    for file, _, line in module.frames.get(instruction.frame, ()):
+        if file == __file__:  # the call of `lower`: no line of the user's made it
+            break
+        if file:
+            lines.append((file, f"{file}:{line}"))
+    others = [line for file, line in lines if not file.startswith(_OWN)]
+    return (others or [line for _, line in lines] or [""])[0]
 
 
 def _operands(
@@ -296,23 +302,22 @@ def _plain(
     kind: str,
     operands: tuple[ArrayType, ...],
 ) -> Operation:
-    """An operation of the compiled program; in a fusion it may have lost its name."""
+    """Returns an operation of the compiled program, named by its fusion if unnamed."""
     named = instruction
     if not instruction.op_name:
         named = module.fusions.get(home, instruction)
     return Operation(
-        kind, operands, instruction.results, named.op_name, module.source(named)
+        kind, operands, instruction.results, named.op_name, _source(module, named)
     )
 
 
-# ----------------------------------------------------------------------------
-# A program in the states that contracts read: as lowered, and as compiled.
+# --- A program as lowered, and as compiled --------------------------------------------
 
 
 class Program:
     """A jitted function with its arguments, a lowered or a compiled program.
 
-    Each state is made, and its text is read, when a claim needs it.
+    Each state is made, and its text is parsed, when a claim needs it.
 
     Args:
         lowered: The lowered program, or None.
@@ -335,7 +340,7 @@ class Program:
 
     @functools.cached_property
     def lowered_module(self) -> Module:
-        """The program as JAX handed it to the compiler."""
+        """The program that JAX passed to the compiler."""
         if self._lowered is None:
             raise ValueError(
                 "`products` of `mpx.expect` reads the program before it is "
@@ -347,12 +352,12 @@ class Program:
 
     @property
     def arguments(self) -> Any:
-        """What JAX says of each argument: dtype, shape, and whether it is donated."""
+        """The dtype, shape and donation of each argument, by JAX."""
         return (self._given if self._lowered is None else self._lowered).args_info
 
     @functools.cached_property
     def bytes_of(self) -> dict[str, int]:
-        """Bytes by the claim that limits them."""
+        """The bytes that each claim about memory limits."""
         sizes = self.compiled.memory_analysis()
         if sizes is None:
             raise ValueError(
@@ -369,11 +374,11 @@ class Program:
 
 
 def as_program(program: Any, args: tuple[PyTree, ...]) -> Program:
-    """Reads the first arguments of `mpx.expect`.
+    """Returns the program from the first arguments of `mpx.expect`.
 
     Raises:
-        TypeError: It is nothing that was, or can be, lowered; or there are arguments
-            for a program that was lowered with its own.
+        TypeError: It was not, and cannot be, lowered; or there are arguments for a
+            program that was lowered with its own.
     """
     stage = _stage(program)
     if stage is None and hasattr(program, "lower"):
@@ -396,7 +401,7 @@ def as_program(program: Any, args: tuple[PyTree, ...]) -> Program:
 
 
 def _stage(program: Any) -> Any:
-    """JAX's own stage; Equinox and Flax wrap it."""
+    """Returns JAX's stage, without the wrappers of Equinox and Flax."""
     while not isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
         inner = getattr(program, "lowered", None) or getattr(program, "compiled", None)
         if inner is None:

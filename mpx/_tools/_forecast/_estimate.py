@@ -1,4 +1,24 @@
-"""One program: a step in a precision on a target, compiled and counted."""
+r"""Estimates one program: a step in a precision on a target, compiled and counted.
+
+Time follows from kernels. A kernel that moves $b$ bytes and does $o$ operations takes
+
+$$t = \max\left(\frac{b}{B\,r}, \frac{o}{P\,m}\right) + s$$
+
+with the bandwidth $B$ and the peak $P$ of the data sheet, the shares $r$ and $m$ that
+large kernels reach, and the start-up time $s$. So small kernels reach less: half of
+their peak if $t = 2 s$. The *roofline* has $r = m = 1$ and $s = 0$; the best and the
+worst case have the shares of `Roof`. Kernels run one after the other. Communication is
+hidden behind them in the best case, and added in the worst.
+
+Memory is split by when an array is alive. The compiler reports the bytes of a program's
+temporaries; the arrays are read from its schedule: an array is in memory from the
+instruction that makes it to the last one that reads it. At the peak, arrays made by the
+forward pass and read by the backward pass are *activations*, those of a weight's size
+that the backward pass leaves for the update are *gradients*, all others *working
+memory*. The sum is the compiler's figure: working memory takes the difference. Arrays
+made in place of an argument count as the argument. A loop needs its carry, and the peak
+of its body.
+"""
 
 import collections
 import dataclasses
@@ -14,48 +34,38 @@ from jaxtyping import PyTree
 
 from ..._program import Frame, is_array_or_type
 from .._counter import (
+    COLLECTIVES,
     CUDA_OPTIONS,
     Device,
     Instruction,
     Kernel,
+    Module,
     Roof,
-    bodies_of,
     bytes_of_shape,
-    frames_of,
     kernels_of,
     memory,
     messages,
+    parse,
 )
 from .._inspect import function_path, line_text
 from ._forecast_report import Estimate, KernelGroup
 from ._steps import ForecastStep, Variant
 
-# ----------------------------------------------------------------------------
-# From counted kernels to seconds.
-#
-# Of a kernel that moves $b$ bytes and multiplies $o$ times,
-#
-# $$t = \max\left(\frac{b}{B\,r}, \frac{o}{P\,m}\right) + s$$
-#
-# with the bandwidth $B$ and the peak $P$ of the data sheet, the shares $r$ and $m$ that
-# large kernels reach, and the time $s$ that each takes to start. So small kernels reach
-# less: half of their peak where $t = 2 s$. The *roofline* has $r = m = 1$ and $s = 0$;
-# the best and the worst case have the shares of `Roof`. Kernels run one after the
-# other. Bytes to other devices are hidden behind them in the best case, and come on top
-# in the worst.
+# --- Time -----------------------------------------------------------------------------
 
 _MATMUL = "matmul, {} bits"
 ATTENTION, CONVOLUTION, COLLECTIVE = "attention", "convolution", "collective"
 QUANTIZING, OPTIMIZER, ELEMENTWISE = "quantizing", "optimizer", "elementwise"
-_COLLECTIVES = ("all-", "reduce-scatter", "collective", "ragged-all", "send", "recv")
+# unsure: a kernel with so few results is taken for an amax by its size
 _SCALARS = 4096
 
 Frames = Sequence[tuple[str, str, int]]
 
 
 def kind_of(kernel: Kernel, frames: Frames) -> str:
-    """What a kernel does, in a word."""
-    if kernel.opcode.startswith(_COLLECTIVES):
+    """Returns the kind of a kernel, in a word."""
+    opcode = kernel.opcode.removesuffix("-start")
+    if opcode in (*COLLECTIVES, "send", "recv"):
         return COLLECTIVE
     if kernel.operations:
         return _MATMUL.format(kernel.bits)
@@ -74,15 +84,15 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
 
 
 def _updates(file: str) -> bool:
-    ours = "_step/_optimizer.py", "_memory/_master_weights.py"
-    return "optax" in file or "/mpx/_few_bits/" in file or file.endswith(ours)
+    ours = ("/mpx/_step/_optimizer.py", "/mpx/_memory/", "optax")
+    return any(part in file for part in ours)
 
 
 def quantizing_bytes(kernel: Kernel, kind: str) -> int:
-    """What a kernel moves only to quantize, in one run.
+    """Returns the bytes that a kernel moves only to quantize, in one run.
 
-    All of it where it does nothing else; else the quantized results that it writes
-    beside others.
+    They are all of its bytes if it only quantizes, otherwise its quantized results. A
+    matmul has none.
     """
     if kind == QUANTIZING:
         return kernel.bytes
@@ -92,7 +102,7 @@ def quantizing_bytes(kernel: Kernel, kind: str) -> int:
 def _moving_and_multiplying(
     kernel: Kernel, roof: Roof, case: int | None
 ) -> tuple[float, float]:
-    """Seconds of one run for its bytes, and for its operations."""
+    """Returns the seconds of one run for its bytes, and for its operations."""
     share = roof.attention if kernel.is_attention else roof.matmul
     units, reads = (1.0, 1.0) if case is None else (share[case], roof.reads[case])
     work = kernel.operations + kernel.further
@@ -101,14 +111,14 @@ def _moving_and_multiplying(
 
 
 def seconds(kernel: Kernel, roof: Roof, case: int | None = None) -> float:
-    """Of all runs of a kernel: at the roofline, in the best (0) or worst case (1)."""
+    """Returns the seconds of all runs: roofline, best (0) or worst (1) case."""
     start = 0.0 if case is None else roof.start[case]
     return kernel.times * (max(_moving_and_multiplying(kernel, roof, case)) + start)
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of a program, and what takes them."""
+    """The time of a program in seconds, and its shares."""
 
     roofline: float
     range: tuple[float, float]
@@ -117,7 +127,7 @@ class Times:
 
 
 def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> Times:
-    """Of kernels with their kinds, and bytes sent to other devices."""
+    """Returns the times of kernels with kinds, and of bytes sent to other devices."""
     computing = [(k, kind) for k, kind in kernels if kind != COLLECTIVE]
     roofline = sum(seconds(kernel, roof) for kernel, _ in computing)
     best, worst = (
@@ -132,6 +142,7 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
         moving, multiplying = _moving_and_multiplying(kernel, roof, 0)
         by_memory += each * (moving >= multiplying)
     if wire:
+        # unsure: the middle of "hidden" and "on top"; no overlap was measured
         by_kind[COLLECTIVE] += wire / 2
     total = sum(by_kind.values()) or 1.0
     order = sorted(by_kind, key=by_kind.__getitem__, reverse=True)
@@ -141,32 +152,18 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
     )
 
 
-# ----------------------------------------------------------------------------
-# What is in memory at the worst moment of a compiled program, by part.
-#
-# The compiler says how many bytes a program's temporaries take. Which arrays they are
-# is read from its schedule: an array is in memory from the instruction that makes it to
-# the last one that reads it. At the moment at which most bytes are, those made by the
-# forward pass and read by the backward pass are *activations*, those of a weight's size
-# that the backward pass leaves for the update are *gradients*, all others *working
-# memory*. The compiler's figure is kept: working memory takes the difference.
-#
-# Arrays that are made in place of an argument are that argument's. A loop needs what
-# its body needs at most, beside what it carries.
+# --- Memory ---------------------------------------------------------------------------
 
 ACTIVATIONS, GRADIENTS, WORKING = "activations", "gradients", "working memory"
-_SAME = frozenset(
-    "bitcast get-tuple-element tuple while opt-barrier copy-done copy-start "
-    "all-gather-done all-reduce-done async-done call".split()
-)
-_FREE = frozenset({"parameter", "constant", "after-all", "partition-id", "replica-id"})
+# Their results are their operands, as for instructions that make no array.
+_SAME = ("while", "call", "copy-start")
 _LEAST = 65536
 _INDEX = re.compile(r"index=(\d+)")
 
 
 @dataclasses.dataclass
 class _Buffer:
-    """An array: its bytes, the first and last instruction that it is needed at."""
+    """An array: its bytes, and the first and last instruction that needs it."""
 
     size: int
     start: int
@@ -176,24 +173,23 @@ class _Buffer:
 
 
 def temporaries_by_part(
-    text: str, total: int, weight_sizes: frozenset[int]
+    module: Module, total: int, weight_sizes: frozenset[int]
 ) -> dict[str, int]:
-    """Bytes of a program's temporaries at its peak.
+    """Returns the bytes of a program's temporaries at its peak, by part.
 
     Args:
-        text: The optimized program.
-        total: What the compiler says of them.
-        weight_sizes: How many bytes weights have, in each width that they come in.
+        module: The optimized program.
+        total: The bytes of temporaries that the compiler reports.
+        weight_sizes: The bytes of weights, in each width that they occur in.
     """
-    bodies, entry = bodies_of(text)
-    alive = _at_peak(bodies, entry)
+    alive = _at_peak(module, module.entry)
     parts = {ACTIVATIONS: 0, GRADIENTS: 0}
     for buffer in alive:
         part = _part(buffer, weight_sizes)
         if part in parts:
             parts[part] += buffer.size
     known = sum(parts.values())
-    if known > total:  # the compiler puts arrays in one place that are alive together
+    if known > total:  # the compiler lets arrays share memory that are alive together
         parts = {name: size * total // known for name, size in parts.items()}
     return parts | {WORKING: total - sum(parts.values())}
 
@@ -208,40 +204,36 @@ def _part(buffer: _Buffer, weight_sizes: frozenset[int]) -> str:
     return WORKING
 
 
-def _at_peak(bodies: dict[str, list[Instruction]], name: str) -> list[_Buffer]:
-    """The arrays that are in memory when most bytes of a computation are."""
-    body = bodies[name]
+def _at_peak(module: Module, name: str) -> list[_Buffer]:
+    """Returns the arrays in memory at a computation's peak."""
+    body = module.computations[name]
     buffers: list[_Buffer] = []
     inner: dict[int, list[_Buffer]] = {}
     held: dict[str, list[list[_Buffer]]] = {}
     for place, one in enumerate(body):
         given = [held.get(operand, [[]]) for operand in one.operands]
-        if one.opcode == "while" and (
-            found := re.search(r"body=%?([\w.\-]+)", one.line)
-        ):
-            inner[place] = _at_peak(bodies, found[1])
-        source = _op_name(one)
+        if one.opcode == "while":
+            inner[place] = _at_peak(module, one.runs[0])
+        source = one.op_name
         for buffer in (b for value in given for part in value for b in part):
             buffer.end = place
             buffer.reader = source or buffer.reader
-        if one.opcode in _SAME:
+        if one.makes_nothing or one.opcode in _SAME:
             held[one.name] = _passed(one, given)
-        elif one.opcode in _FREE:
-            held[one.name] = [[]]
         elif re.search("update-slice|scatter", one.name) and given:
             held[one.name] = given[0]  # in place
         else:
             made = _Buffer(bytes_of_shape(one.shape), place, source, place)
             buffers += [made] * (made.size >= _LEAST)
             held[one.name] = [[made]]
-    if body and body[-1].name in held:  # what comes out has a place of its own
+    if body and body[-1].name in held:  # results have memory of their own
         kept = {id(b) for part in held[body[-1].name] for b in part}
         buffers = [buffer for buffer in buffers if id(buffer) not in kept]
     return _most(buffers, inner, len(body))
 
 
 def _passed(one: Instruction, given: list[list[list[_Buffer]]]) -> list[list[_Buffer]]:
-    """What an instruction holds that makes nothing new."""
+    """Returns the buffers of an instruction that makes no new one."""
     everything = [[b for part in value for b in part] for value in given]
     if one.opcode == "tuple":
         return everything
@@ -269,12 +261,7 @@ def _most(
     return [*alive, *inner.get(at, ())]
 
 
-def _op_name(one: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', one.line)
-    return found[1] if found else ""
-
-
-# ----------------------------------------------------------------------------
+# --- The estimate ---------------------------------------------------------------------
 
 _FOLDER = str(Path(__file__).parent)
 _LOG = logging.getLogger("mpx.forecast")
@@ -283,13 +270,13 @@ _LOG = logging.getLogger("mpx.forecast")
 def estimate(
     step: ForecastStep, precision: Variant, target: Device, top: int
 ) -> Estimate:
-    """A step in a precision on a target.
+    """Estimates a step in a precision on a target.
 
     Raises:
-        RuntimeError: The compiler refuses the program, but not because of its size.
+        RuntimeError: The compiler rejects the program for a reason other than size.
     """
     size, where = batch_of(step.args), f"{precision.label} for {target.title}"
-    # A whole step says not which argument is the batch.
+    # For a whole step it is unknown which argument is the batch.
     batch = "" if step.optimizer is None else f", batch {size}"
     _LOG.info("Compiling %s%s", where, batch)
     where = f"`mpx.forecast`: {where}"
@@ -301,7 +288,7 @@ def estimate(
     try:
         options = CUDA_OPTIONS if target.platform == "cuda" else None
         with warnings.catch_warnings():
-            # A compilation cache cannot load what is for a device that is not here.
+            # A compilation cache cannot load programs for an absent device.
             warnings.filterwarnings("ignore", ".*persistent compilation cache")
             compiled = lowered.program.compile(options)
     except jax.errors.JaxRuntimeError as error:
@@ -313,16 +300,17 @@ def estimate(
             ) from error
         return _unfit(precision, target, size)
     text, whole = compiled.as_text(), memory(compiled) + lowered.constants
+    module = parse(text)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     parts = dict(lowered.arguments)
     held = {"closed-over arrays": lowered.closed_over} if lowered.closed_over else {}
-    # With alignment, and results that are in no argument's place.
+    # Includes alignment, and results that reuse no argument.
     known = temporaries + sum(parts.values()) + lowered.closed_over
     parts["other arguments"] += whole - known
     widths = {size * b // 4 for size in lowered.weights for b in (1, 2, 4, 8)}
-    parts |= temporaries_by_part(text, temporaries, frozenset(widths))
+    parts |= temporaries_by_part(module, temporaries, frozenset(widths))
     parts |= held
-    frames = frames_of(text)
+    frames = module.frames
     kernels = [(k, kind_of(k, frames.get(k.frame, ()))) for k in kernels_of(text)]
     sent: collections.Counter[str] = collections.Counter()
     for message in messages(text, step.devices):
@@ -368,7 +356,7 @@ def _groups(
     roof: Roof,
     top: int,
 ) -> tuple[KernelGroup, ...]:
-    """Kernels of the same kind, line and scope together; those that move most."""
+    """Returns kernels grouped by kind, line and scope; the most traffic first."""
     groups: dict[tuple[str, str, str], list[Kernel]] = {}
     for kernel, kind in kernels:
         calls = frames.get(kernel.frame, ())
@@ -399,13 +387,13 @@ def _groups(
 
 
 def _inside(chain: list[Frame]) -> list[Frame]:
-    """The calls inside of the step; what called the forecast, or Python, is not."""
+    """Returns the calls inside the step, without those around it or in Python."""
     ours = [i for i, one in enumerate(chain) if one.file.startswith(_FOLDER)]
     inner = chain[ours[-1] + 1 :] if ours else chain
     return [one for one in inner if not one.file.startswith("<frozen ")]
 
 
-# What JAX and mpx write into the path of an operation.
+# Parts of an operation's path that JAX and mpx write.
 _CALLS = re.compile(r"\bjit\([^()]*\)|\bmpx\.[\w.]+\([^()]*\)")
 _NO_SCOPE = re.compile(
     r"jit|pjit|jvp|transpose|vmap|remat\d*|checkpoint|rematted_computation|while|body|"
@@ -414,20 +402,20 @@ _NO_SCOPE = re.compile(
 
 
 def _scope(op_name: str) -> str:
-    """The named scopes of an operation's path."""
+    """Returns the named scopes of an operation's path."""
     path = _CALLS.sub("", op_name.rpartition("/")[0])
     names = [one for one in re.split(r"[/()]+", path) if one]
     return "/".join(one for one in names if not _NO_SCOPE.fullmatch(one))
 
 
 def batch_of(args: tuple[PyTree, ...]) -> int:
-    """The first axis of the first array behind the first argument; 0 without one."""
+    """Returns the first axis of the first array after the first argument; 0 if none."""
     arrays = [leaf for leaf in jax.tree.leaves(args[1:]) if is_array_or_type(leaf)]
     return next((leaf.shape[0] for leaf in arrays if leaf.shape), 0)
 
 
 def resized(args: tuple[PyTree, ...], batch: int) -> tuple[PyTree, ...]:
-    """The arguments with another batch."""
+    """Returns the arguments with another batch."""
     old = batch_of(args)
 
     def resize(leaf: Any) -> Any:

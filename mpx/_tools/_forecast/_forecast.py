@@ -1,4 +1,4 @@
-"""`mpx.forecast`: what a step would need and gain, on hardware that is not there."""
+"""`mpx.forecast`: estimates memory and time of a step on a device, without it."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,7 @@ from ._forecast_report import Constant, Estimate, find_target, quantized
 from ._forecast_views import Forecast, constant_text
 from ._steps import AS_WRITTEN, ForecastStep, Variant, read_precisions
 
-# ----------------------------------------------------------------------------
-# The largest batch that fits, by a search over compiled programs; and which pays.
+# --- The largest batch that fits, and the batch from which a precision pays -----------
 
 _CLOSE = 1.05
 _BELOW = 0.98
@@ -35,7 +34,7 @@ def largest_batch(
     known: int | None,
     unit: int = 1,
 ) -> int:
-    """The largest batch whose program needs at most `limit` bytes, to 5 %.
+    """Returns the largest batch whose program needs at most `limit` bytes, to 5 %.
 
     A secant method: each program is compiled just below the batch at which the line
     through two others meets the limit, and at last 5 % above one that fits. Memory is
@@ -43,15 +42,15 @@ def largest_batch(
     leaves more than half of the interval, the next one halves it.
 
     Args:
-        memory_of: Bytes of the program of a batch; None where it does not fit.
-        limit: Bytes that there are.
-        batch: One whose program is known.
-        known: Its bytes; None where it does not fit.
-        unit: What a batch must be a multiple of.
+        memory_of: Returns the bytes of the program of a batch; None if it does not fit.
+        limit: The bytes of the device.
+        batch: A batch whose program is known.
+        known: Its bytes; None if it does not fit.
+        unit: The divisor of every batch.
 
     Returns:
-        The batch; 0 where not even one unit fits. After 12 programs that were not
-        enough, the largest that is known to fit.
+        The batch; 0 if not even one unit fits. If 12 programs are not enough, the
+        largest known to fit.
     """
     points: _Points = {batch: known}
 
@@ -70,13 +69,13 @@ def largest_batch(
         size = _next(guess, low, high, unit)
         before = low, high
         low, high = (size, high) if fits(size) else (low, size)
-        # The line of a single program may be far off: it gets a second try.
+        # The line through a single program may be far off: it gets a second try.
         halve = len(points) > 2 and _is_slow(before, (low, high))
     return low
 
 
 def _is_slow(before: tuple[int, int], after: tuple[int, int]) -> bool:
-    """Whether clearly more than half of the interval between the ends is left."""
+    """Returns whether clearly more than half of the interval is left."""
     (old_low, old_high), (low, high) = before, after
     if not old_low or not old_high:
         return bool(old_high) and not low and high > old_high * _SLOW
@@ -84,14 +83,14 @@ def _is_slow(before: tuple[int, int], after: tuple[int, int]) -> bool:
 
 
 def _next(guess: float | None, low: int, high: int, unit: int) -> int:
-    """The next batch to compile: near the guess, else in the middle."""
-    is_last = high <= low * _CLOSE**2  # what lies between ends the search
+    """Returns the next batch to compile: near the guess, else in the middle."""
+    is_last = high <= low * _CLOSE**2  # a batch between them ends the search
     if guess is None or (high and (is_last or guess >= high)):
         size = math.sqrt(low * high) if low else high / 2
     elif guess <= low * _CLOSE:
-        size = low * _CLOSE  # one that does not fit ends the search
+        size = low * _CLOSE  # if it does not fit, the search ends
     elif high and guess >= high / _CLOSE:
-        size = math.ceil(high / _CLOSE) + unit - 1  # one that fits does
+        size = math.ceil(high / _CLOSE) + unit - 1  # if it fits, the search ends
     else:
         size = guess * _BELOW if guess * (1 - _BELOW) >= unit else guess
         size = max(size, high / 8) if not low else min(size, _FARTHEST * low)
@@ -100,9 +99,9 @@ def _next(guess: float | None, low: int, high: int, unit: int) -> int:
 
 
 def _meeting(points: _Points, limit: int, low: int, high: int) -> float | None:
-    """Where the line through two programs meets the limit; None if that is unknown.
+    """Returns the batch at which the line through two programs meets the limit.
 
-    A single program has the line through the origin.
+    A single program has the line through the origin. None if unknown.
     """
     known = sorted((b, m) for b, m in points.items() if m is not None)
     below = [one for one in known if one[0] <= low]
@@ -112,7 +111,7 @@ def _meeting(points: _Points, limit: int, low: int, high: int) -> float | None:
     start, *others = above[:2] if not below else [below[-1], *(above[:1] or below[:-1])]
     slopes = [(m - start[1]) / (b - start[0]) for b, m in others]
     slopes = slopes or [start[1] / start[0]]
-    # A flat piece of the curve says nothing of what comes after it.
+    # A flat piece of the curve does not predict the rest.
     slope = max(slopes[-1], max(slopes) / 2)
     if slope > 0:
         return start[0] + (limit - start[1]) / slope
@@ -120,13 +119,13 @@ def _meeting(points: _Points, limit: int, low: int, high: int) -> float | None:
 
 
 def pays_from(ours: dict[int, float], base: dict[int, float]) -> int | None:
-    """The batch from which a step is faster than the baseline; None if none is.
+    """Returns the batch from which a step is faster than the baseline; None if none.
 
     Times grow about linearly with the batch, so lines through two of each are compared.
 
     Args:
         ours: Times by batch.
-        base: Those of the baseline.
+        base: Times of the baseline.
     """
     if len(ours) < 2 or len(base) < 2:
         return None
@@ -142,7 +141,7 @@ def _line(points: dict[int, float]) -> tuple[float, float]:
     return less - slope * first, slope
 
 
-# ----------------------------------------------------------------------------
+# --- `mpx.forecast` -------------------------------------------------------------------
 
 _CALL = "`mpx.forecast`"
 _NOTES = (
@@ -263,7 +262,7 @@ def forecast(
 
 
 def _estimate(step: ForecastStep, precision: Any, target: Device, top: int) -> Estimate:
-    """An estimate that names the matmuls that it has in 8 bits or less."""
+    """Returns an estimate that lists its matmuls in 8 bits or less."""
     found = estimate(step, precision, target, top)
     if not any(map(found.flops.get, ("4 bits", "8 bits"))):
         return found
@@ -271,7 +270,7 @@ def _estimate(step: ForecastStep, precision: Any, target: Device, top: int) -> E
 
 
 def _replaced(target: Device, own: Mapping[str, Mapping[str, Any]]) -> Device:
-    """A target with the user's constants."""
+    """Returns a target with the user's constants."""
     given = own.get(target.name, {})
     names = {field.name for field in dataclasses.fields(Roof)}
     if wrong := given.keys() - names:
@@ -293,7 +292,7 @@ def _constants(target: Device, own: Mapping[str, Any]) -> list[Constant]:
 def _with_largest(
     step: ForecastStep, asked: list[Variant], target: Device, ours: list[Estimate]
 ) -> list[Estimate]:
-    """The estimates with the largest batch that fits, and from where each pays."""
+    """Returns the estimates with the largest batch and the one from which each pays."""
     batch = batch_of(step.args)
     if not batch:
         raise ValueError(

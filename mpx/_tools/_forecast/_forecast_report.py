@@ -1,4 +1,4 @@
-"""What a forecast holds: plain data, of each target and precision."""
+"""The data of a forecast by target and precision, and rules made from it."""
 
 import dataclasses
 import math
@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable, Iterator
 
 from ..._program import aval_of
-from ..._quantize import read_target
+from ..._quantize import read_target, target_from
 from ..._settings import Candidate, Precision, Rule, Rules
 from .._counter import TARGETS, Device, Roof
 from .._inspect import Operation, is_low
 from ._steps import ForecastStep, Variant
 
-# The devices whose numbers are known, by the names that mpx has for them.
-_TARGETS = {f"tpu {key}" if key[0] == "v" else key: key for key in TARGETS}
+# The devices with known rates, by their names in `mpx.autocast`.
+_TARGETS = {target_from(key).name: key for key in TARGETS}
 
 
 def find_target(name: object, argument: str) -> Device:
-    """The device that a user names, as an argument that messages mention."""
+    """Returns the device with a user's name; errors name `argument`."""
     found = read_target(name, argument, tuple(_TARGETS))
     return TARGETS[_TARGETS[found.name]]
 
@@ -130,7 +130,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """All that a forecast holds; `Forecast` is it with the ways to look at it."""
+    """The data of a forecast; `Forecast` adds the views."""
 
     name: str
     """The name of the function."""
@@ -148,14 +148,13 @@ class Content:
     """Notes that a reader must know."""
 
 
-# ----------------------------------------------------------------------------
-# The matmuls of a step that are in few bits, with their lines and shapes.
+# --- Matmuls in few bits, with their lines and shapes ---------------------------------
 
 
 def quantized(
     step: ForecastStep, precision: Variant, target: str
 ) -> tuple[Matmul, ...]:
-    """Those of the forward pass; of one line and shape once."""
+    """Returns the quantized matmuls of the forward pass; of one line and shape once."""
     return tuple(dict.fromkeys(_read(step.operations(precision, target))))
 
 
@@ -179,8 +178,7 @@ def _read(operations: tuple[Operation, ...]) -> Iterator[Matmul]:
         )
 
 
-# ----------------------------------------------------------------------------
-# Rules from a forecast: which matmuls lose by quantizing.
+# --- Rules for matmuls that lose by quantizing ----------------------------------------
 
 _FEW = {"4 bits", "8 bits"}
 
@@ -232,7 +230,7 @@ class QuantizingLoses:
 
 
 def _numbers(candidate: Candidate) -> int:
-    """How many numbers are quantized: both operands, and the result's gradient."""
+    """Returns the count of quantized numbers: both operands, and the gradient."""
     variables = (*candidate.equation.invars[:2], *candidate.equation.outvars)
     return sum(math.prod(aval_of(one).shape) for one in variables)
 
@@ -240,14 +238,14 @@ def _numbers(candidate: Candidate) -> int:
 def gain(
     multiplications: int, numbers: int, each: float, roof: Roof, bits: int = 8
 ) -> float:
-    """Seconds that a matmul gains by few bits in forward and backward pass.
+    """Returns the seconds that few bits save in a matmul's forward and backward pass.
 
     Args:
-        multiplications: Of its forward pass.
-        numbers: That are quantized for all three products.
-        each: Bytes moved to quantize a number.
-        roof: What the device reaches, in the middle of best and worst case.
-        bits: In how many bits it multiplies.
+        multiplications: The multiplications of its forward pass.
+        numbers: The count of numbers quantized for all three matmuls.
+        each: The bytes moved to quantize a number.
+        roof: The device; the middle of best and worst case counts.
+        bits: The bits that it multiplies in.
     """
     matmul, reads, start = (
         sum(pair) / 2 for pair in (roof.matmul, roof.reads, roof.start)

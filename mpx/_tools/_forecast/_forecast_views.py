@@ -1,33 +1,34 @@
-"""`Forecast`: what a forecast holds, with the ways to show it and to keep it."""
+"""`Forecast`: the views of a forecast (text, HTML, SVG, JSON)."""
 
 import dataclasses
 import html
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from ..._settings import Rules
 from .._counter import Roof
 from .._inspect import bytes_text, flops_text, share_text
-from .._report_files import document, framed, save_as
+from .._report_files import (
+    aligned,
+    document,
+    framed,
+    from_json,
+    save_as,
+    to_json,
+)
 from ._forecast_report import (
-    Constant,
     Content,
     Estimate,
-    KernelGroup,
-    Matmul,
     where_it_pays,
 )
 
-# ----------------------------------------------------------------------------
-# A forecast as sentences and small tables, for the terminal and the page alike.
+# --- Sentences and small tables, for the terminal and the page alike ------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows under heads; the first column is text, and so are the last so many."""
+    """Rows under heads; the first column and the last `texts` ones are text."""
 
     title: str
     heads: tuple[str, ...]
@@ -36,19 +37,19 @@ class Table:
 
 
 def baseline_of(report: Content, target: str) -> Estimate:
-    """What a target's other precisions are compared with: bfloat16, else the first."""
+    """Returns a target's baseline: bfloat16, else the first precision."""
     found = [one for one in report.estimates if one.target == target]
     return next((one for one in found if one.precision == "bfloat16"), found[0])
 
 
 def ratio_of_times(one: Estimate, base: Estimate) -> tuple[float, float, float]:
-    """Of the middle of both ranges; and the least and the most of both ends."""
+    """Returns the ratio of the ranges' middles, and the least and most of the ends."""
     ends = [a / b for a, b in zip(one.time, base.time, strict=True)]
     return sum(one.time) / sum(base.time), min(ends), max(ends)
 
 
 def sentences(report: Content) -> list[str]:
-    """What a person wants to know, for each precision on each target."""
+    """Returns a sentence for each precision and target, except baselines that fit."""
     found = []
     for one in report.estimates:
         base, limit = baseline_of(report, one.target), report.roofs[one.target].memory
@@ -80,7 +81,7 @@ def sentences(report: Content) -> list[str]:
 
 
 def _in_words(kind: str) -> str:
-    """A kind of kernels as it reads in a sentence: `8-bit matmuls`."""
+    """Returns a kind of kernels for a sentence: `8-bit matmuls`."""
     what, _, bits = kind.partition(" bits")[0].partition(", ")
     return f"{bits}-bit {what}s" if bits else f"{what} kernels"
 
@@ -118,12 +119,12 @@ _MODELLED: dict[str, Callable[[Estimate], str]] = {
 
 
 def tables(report: Content) -> Iterator[Table]:
-    """All that the report has."""
+    """Yields all tables of the report."""
 
     def to_baseline(one: Estimate) -> str:
         base = baseline_of(report, one.target)
         if one.memory is None or base.memory is None:
-            return ""  # no program, no time
+            return ""  # without a program there is no time
         return f"{ratio_of_times(one, base)[0]:.2f}"
 
     modelled = {"to baseline": to_baseline, **_MODELLED}
@@ -163,7 +164,7 @@ def _share(kind: str) -> Callable[[Estimate], str]:
 def _of_estimates(
     title: str, report: Content, columns: dict[str, Callable[[Estimate], str]]
 ) -> Table:
-    """A row for each estimate; columns with nothing in them are left out."""
+    """Returns a row for each estimate, without empty columns."""
     rows = [(label_of(e), *(f(e) for f in columns.values())) for e in report.estimates]
     used = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
     heads = ("", *columns)
@@ -176,7 +177,7 @@ def label_of(one: Estimate) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """`12.3 ms`."""
+    """Returns a time such as `12.3 ms`."""
     if not math.isfinite(seconds):
         return "?"
     unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
@@ -186,7 +187,7 @@ def time_text(seconds: float) -> str:
 
 
 def constant_text(roof: Roof, name: str) -> str:
-    """A constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
+    """Returns a constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
     value = getattr(roof, name)
     if name == "peaks":
         return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
@@ -201,49 +202,39 @@ def _large(value: float) -> str:
 
 
 def versions_text(report: Content) -> str:
-    """What the counted numbers depend on."""
+    """Returns the versions that the counted numbers depend on."""
     versions = ", ".join(" ".join(pair) for pair in report.versions.items())
     return f"Compiled, not run: {versions}."
 
 
 def text(report: Content) -> str:
-    """The whole report."""
+    """Returns the whole report."""
     lines = [f"{report.name}: forecast", *sentences(report)]
     for table in tables(report):
-        lines += ["", table.title, *_aligned(table)]
+        lines += ["", table.title, *_lines(table)]
     return "\n".join([*lines, "", *report.notes, versions_text(report)])
 
 
-def _aligned(table: Table) -> list[str]:
-    """Text at the left of its column, numbers at the right."""
-    rows = [table.heads, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - table.texts
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [
-            cell.rjust(size) if 0 < i < last else cell.ljust(size)
-            for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return [line(row) for row in rows]
+def _lines(table: Table) -> list[str]:
+    """Aligns text to the left of its column, numbers to the right."""
+    count = len(table.heads)
+    texts = (0, *range(count - table.texts, count))
+    return aligned([table.heads, *table.rows], texts)
 
 
-# ----------------------------------------------------------------------------
-# The picture of a forecast: memory by part, and the range of the time, as SVG.
+# --- Picture: memory by part, and the range of the time, as SVG -----------------------
 #
-# Words stand above their bars, so that a narrow screen shows both.
+# Labels are above their bars, so a narrow screen shows both.
 
 _WIDTH, _ROW, _LETTER = 500, 44, 8
-# Of parts, in their order: the colours of the pages of reports.
+# The colours of parts, in order: those of the reports' pages.
 _TONES = ("#3b6fd4", "#8a4fc4", "#8a929c", "#0d8a6f", "#b8860b", "#b4560f", "#d1453b")
 _STYLE = """<style>text{font:14px system-ui,sans-serif;fill:currentColor}
 .head{font-weight:600}svg{color:#8a929c}</style>"""
 
 
 def picture(report: Content) -> str:
-    """Two bars for each estimate, over those of the same unit."""
+    """Returns a bar of memory and a bar of time for each estimate, on common scales."""
     fits = [one for one in report.estimates if one.memory_by_part]
     parts = list(dict.fromkeys(part for one in fits for part in one.memory_by_part))
     tones = dict(zip(parts, _TONES, strict=False))
@@ -281,7 +272,7 @@ def picture(report: Content) -> str:
 
 
 def _legend(tones: Mapping[str, str], y: int) -> tuple[list[str], int]:
-    """The colours of parts, on as many lines as they need; and where it ends."""
+    """Returns the legend of parts, on as many lines as needed, and its lower end."""
     rows, x = [], 0
     for part, tone in tones.items():
         width = 32 + _LETTER * len(part)
@@ -301,7 +292,7 @@ def _text(x: float, y: float, words: str, name: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y}" class="{name}">{html.escape(words)}</text>'
 
 
-# ----------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------
 
 _FORMAT, _VERSION = "mpx forecast", 2
 
@@ -315,7 +306,7 @@ class Forecast(Content):
     """
 
     def __str__(self) -> str:
-        """Sentences and tables."""
+        """Returns the report as sentences and tables."""
         return text(self)
 
     __repr__ = __str__
@@ -348,11 +339,7 @@ class Forecast(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `from_json` reads."""
-        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        for one in data["estimates"]:
-            if one["memory"] is None:  # JSON has no infinity
-                one["roofline"], one["time"] = None, [None, None]
-        return json.dumps(data, indent=1, allow_nan=False)
+        return to_json(self, _FORMAT, _VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "Forecast":
@@ -361,24 +348,8 @@ class Forecast(Content):
         Raises:
             ValueError: The text is not a forecast, or one of another version of mpx.
         """
-        data: dict[str, Any] = json.loads(text)
-        found = (data.pop("format", None), data.pop("version", None))
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(
-                "`from_json(text)` needs a forecast that this version of mpx wrote "
-                f"(format {_FORMAT!r}, version {_VERSION}); got {found}."
-            )
-        for one in data["estimates"]:
-            one["top"] = tuple(KernelGroup(**group) for group in one["top"])
-            one["matmuls"] = tuple(Matmul(**matmul) for matmul in one["matmuls"])
-            if one["memory"] is None:
-                one["roofline"], one["time"] = math.inf, (math.inf, math.inf)
-        for one in data["roofs"].values():
-            one["peaks"] = {int(bits): peak for bits, peak in one["peaks"].items()}
-        data["estimates"] = [_made(Estimate, one) for one in data["estimates"]]
-        data["constants"] = [Constant(**one) for one in data["constants"]]
-        data["roofs"] = {k: _made(Roof, one) for k, one in data["roofs"].items()}
-        return _made(cls, data)
+        must = "`from_json(text)` needs a forecast"
+        return from_json(cls, text, _FORMAT, _VERSION, must)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -409,13 +380,8 @@ class Forecast(Content):
         save_as(path, writers, "`Forecast.save(path)`")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
+        """Returns the page in a frame, for notebooks."""
         return framed(self.to_html(), self.name, height=720)
-
-
-def _made(kind: Any, kept: dict[str, Any]) -> Any:
-    """A dataclass of what JSON kept; its lists were tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
 
 
 def _html(table: Table) -> str:

@@ -1,4 +1,10 @@
-"""The step to compile: the user's own, or made of a loss and an optimizer."""
+"""The step to compile: the user's, or made of a loss and an optimizer.
+
+Arrays that it closes over (frozen weights, a teacher, a table) become arguments. JAX
+makes constants of them; a compiler's memory figures leave constants out, and it
+computes with their values. Arrays that functions inside loops, `jax.checkpoint` and
+`shard_map` close over remain constants.
+"""
 
 import dataclasses
 import math
@@ -47,24 +53,20 @@ from ..._step import (
 from .._counter import Device, compile_only_devices
 from .._inspect import Operation, explain
 
-# ----------------------------------------------------------------------------
-# Arrays that a step closes over: frozen weights, a teacher, a table.
-#
-# JAX makes constants of them. What a compiler's figures say of constants is not memory,
-# and numbers that it knows it computes with, so here they become arguments of the step.
-# Those of functions inside of loops, `jax.checkpoint` and `shard_map` remain constants.
+# --- Arrays that a step closes over ---------------------------------------------------
 
-# Bytes. What is smaller is no memory, and compilers look into it: indices, windows.
+# Bytes. Smaller constants (indices, windows) do not matter, and compilers use their
+# values.
 _LEAST = 1024
-# They hold a program apart from that around it, or divide it.
+# Their programs are separate from the program around them, or sharded.
 _KEPT = frozenset({"checkpoint", "remat", "remat2", "shard_map"})
 
 
 class ClosedOver:
-    """The large constants of a program and of those within it, each once.
+    """The large constants of a program and the programs in it, each once.
 
     Attributes:
-        arrays: Those that can be its arguments.
+        arrays: The constants that can become arguments.
         constants: The others.
     """
 
@@ -80,7 +82,7 @@ class ClosedOver:
         self.constants = [*{key: x for key, x in large if key not in arrays}.values()]
 
     def _look(self, program: Program, arrays: dict[Hashable, AnyArray]) -> bool:
-        """Collects what can be an argument; whether there is any in this program."""
+        """Collects constants that can be arguments; returns whether there are any."""
         if id(program) not in self._holds:
             large = _large(program)
             arrays |= large
@@ -90,7 +92,7 @@ class ClosedOver:
         return self._holds[id(program)]
 
     def run(self, arrays: Sequence[AnyArray], given: Sequence[AnyArray]) -> list[Any]:
-        """Runs the program with `arrays` in the place of its own."""
+        """Runs the program with `arrays` instead of its own."""
         return self._run(
             self._program, dict(zip(self._keys, arrays, strict=True)), given
         )
@@ -116,7 +118,7 @@ class ClosedOver:
 
 
 def _is_call(equation: JaxprEqn) -> bool:
-    """Whether an equation runs a program that may stand in its place."""
+    """Returns whether an equation runs a program that can be inlined."""
     name = equation.primitive.name
     known = properties(name)
     return bool(known.program and known.runs_once) and name not in _KEPT
@@ -128,14 +130,14 @@ def _large(program: Any) -> dict[Hashable, AnyArray]:
 
 
 def _key(x: Any) -> Hashable:
-    """What tells arrays apart: one of NumPy's has a wrapper in each function of JAX."""
+    """Returns the identity of an array: JAX functions wrap those of NumPy each anew."""
     if not isinstance(x, np.ndarray):
         return id(x)
     return x.__array_interface__["data"][0], x.shape, x.strides, x.dtype
 
 
 def size_of(arrays: Sequence[Any]) -> int:
-    """The bytes of arrays; of a random key 8."""
+    """Returns the bytes of arrays; a random key has 8."""
     return sum(
         math.prod(x.shape) * (8 if _is_key(x) else x.dtype.itemsize) for x in arrays
     )
@@ -145,7 +147,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-# ----------------------------------------------------------------------------
+# --- The step -------------------------------------------------------------------------
 
 _CALL = "`mpx.forecast`"
 _RECIPES = {
@@ -161,11 +163,11 @@ AS_WRITTEN = "as written"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to compute the loss.
+    """A precision of the loss.
 
     Attributes:
-        label: What it is called in the report.
-        options: Of `mpx.autocast`.
+        label: Its name in the report.
+        options: The options of `mpx.autocast`.
     """
 
     label: str
@@ -173,12 +175,12 @@ class Variant:
 
 
 def read_precisions(given: object, options: Mapping[str, Any]) -> list[Variant]:
-    """The precisions that a user asked for.
+    """Returns the precisions that a user requested.
 
     Args:
-        given: A dtype's name, a recipe or its short name, or several; or options of
-            `mpx.autocast` by label.
-        options: Of `mpx.autocast`, for all of them.
+        given: A dtype's name, a recipe or its short name, or several of these; or
+            options of `mpx.autocast` by label.
+        options: Options of `mpx.autocast` for all of them.
     """
     if isinstance(given, Mapping):
         found = [Variant(str(k), {**options, **v}) for k, v in given.items()]
@@ -217,12 +219,12 @@ def _precision(one: object, options: Mapping[str, Any]) -> Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A step that the compiler has not seen.
+    """A step that is not compiled yet.
 
     Attributes:
         program: What `jax.jit` lowered.
         closed_over: Bytes of the arrays that it closes over.
-        constants: Bytes of those of them that are constants of the program.
+        constants: Bytes of the arrays among these that are constants of the program.
         arguments: Bytes of its arguments on a device, by part.
         weights: Bytes of each weight.
     """
@@ -236,11 +238,11 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class ForecastStep:
-    """What is forecast: a step, or what one is made of.
+    """A step, or a loss and an optimizer to make one of.
 
     Attributes:
         func: A step, or a loss.
-        optimizer: An Optax transformation; None where `func` is a step.
+        optimizer: An Optax transformation; None if `func` is a step.
         has_aux: Whether the loss returns more than its value.
         args: Its arguments; the first has the weights.
         kwargs: Its keyword arguments.
@@ -253,11 +255,11 @@ class ForecastStep:
     kwargs: dict[str, PyTree]
 
     def check(self) -> None:
-        """Refuses what cannot be forecast.
+        """Raises if this cannot be forecast.
 
         Raises:
-            TypeError: There are no arguments, or the optimizer is none.
-            ValueError: A loss has its precision already.
+            TypeError: There are no arguments, or the optimizer is not an optimizer.
+            ValueError: A loss is an autocast function.
         """
         if not self.args:
             raise TypeError(
@@ -274,7 +276,7 @@ class ForecastStep:
             )
 
     def named(self, precision: Variant) -> Variant:
-        """The precision by its right name: half-precision weights make no float32."""
+        """Returns a precision, relabelled if float32 has half-precision weights."""
         weights = filter(_is_float, jax.tree.leaves(self.args[0]))
         is_half = any(leaf.dtype.itemsize < 4 for leaf in weights)
         if precision.label == "float32" and is_half:
@@ -283,22 +285,22 @@ class ForecastStep:
 
     @property
     def devices(self) -> int:
-        """How many devices the arguments are laid out over."""
+        """The number of devices that the arguments are sharded over."""
         mesh = _mesh_of((self.args, self.kwargs))
         return 1 if mesh is None else mesh.size
 
     def lower(self, precision: Variant, target: Device) -> Lowered:
-        """The step in a precision, lowered for a target."""
+        """Lowers the step in a precision for a target."""
         devices = compile_only_devices(target, self.devices)
         place = _Placement(devices, _mesh_of((self.args, self.kwargs)))
-        # Autocast functions inside learn what is compiled for.
+        # Autocast functions inside get the target.
         with autocast(target=target.name, ambient=True):
             if self.optimizer is None:
                 return self._lower_own(place)
             return self._lower_made(precision, target, place)
 
     def operations(self, precision: Variant, target: str) -> tuple[Operation, ...]:
-        """What `mpx.explain` says of the loss, or of a step as it is written."""
+        """Returns the operations of the loss, or of a whole step, by `mpx.explain`."""
         func, args = self.func, self.args
         if self.optimizer is not None:
             loss, args = _pure(func, args)
@@ -359,10 +361,10 @@ class ForecastStep:
 def _lower(
     func: Callable[..., PyTree], args: Any, kwargs: Any, place: "_Placement"
 ) -> tuple[Any, int, int]:
-    """A function lowered with its arrays as inputs; what comes back is donated.
+    """Lowers a function with its arrays as inputs; those that it returns are donated.
 
     Returns:
-        It; bytes of what it closes over; those of them that are constants of it.
+        The lowered function; bytes of what it closes over; bytes of constants in these.
     """
     arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
 
@@ -376,7 +378,7 @@ def _lower(
     donated = []
     for number, one in enumerate(inputs[:-1]):
         if (kind := _kind(one)) in made:
-            made.remove(kind)  # a result has one argument's place
+            made.remove(kind)  # a result reuses one argument
             donated.append(number)
 
     def traced(flat: Any, *inputs: PyTree) -> Any:
@@ -410,7 +412,7 @@ def _size(tree: PyTree) -> int:
 
 
 def _sizes(tree: PyTree) -> list[int]:
-    """Bytes of each array of a tree, on one device."""
+    """Returns the bytes of each array of a tree, on one device."""
     sizes = []
     for leaf in jax.tree.leaves(tree):
         if not is_array_or_type(leaf):
@@ -425,7 +427,7 @@ def _sizes(tree: PyTree) -> list[int]:
 
 
 class _Placement:
-    """Puts shapes of arguments on the target's devices, laid out as they were."""
+    """Puts shapes on the target's devices, sharded as the arguments are."""
 
     def __init__(self, devices: list[Any], mesh: Mesh | AbstractMesh | None) -> None:
         self._one = SingleDeviceSharding(devices[0])
@@ -449,11 +451,11 @@ class _Placement:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def whole(self, arrays: list[Any]) -> list[Any]:
-        """Arrays that every device has whole, as it has constants."""
+        """Returns arrays replicated on every device, as constants are."""
         return [self._leaf(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in arrays]
 
     def state(self, state: PyTree, model: PyTree) -> PyTree:
-        """An optimizer's state, laid out as by `mpx.init_optimizer` for the model."""
+        """Returns an optimizer's state sharded as by `mpx.init_optimizer`."""
         if self._mesh is None:
             return self(state)
         layouts = layouts_of(state, model, NamedSharding(self._mesh, jax.P()))
@@ -469,7 +471,7 @@ class _Placement:
 
 
 def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh that arrays are laid out over; None on one device."""
+    """Returns the mesh that arrays are sharded over; None for one device."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -483,13 +485,13 @@ def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
 def _pure(
     loss: Callable[..., Any], args: tuple[PyTree, ...]
 ) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
-    """A loss of an NNX module as one of its weights and of all else that it holds."""
+    """Returns a loss of an NNX module as a function of its weights and other state."""
     bases = type(args[0]).__mro__
     if not any(base.__module__.startswith("flax.nnx") for base in bases):
         return loss, args
     from flax import nnx
 
-    # Plain arrays: variables of NNX are objects that remember where they were made.
+    # Plain arrays: NNX variables are objects that record where they were made.
     graph, *states = nnx.split(args[0], nnx.Param, ...)
     flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
     forms = [form for _, form in flat]

@@ -1,4 +1,15 @@
-"""Seeing what a function does: which operation runs in which precision, and why."""
+"""Reports which operation runs in which precision, at what cost (`mpx.explain`).
+
+In order of reading:
+
+* `_report`: the data of a report, and how numbers and types are written.
+* `_traced`: traces a call; how lines, functions and scopes are written.
+* `_costs`: FLOPs, bytes and residuals, counted from shapes.
+* `_facts`: follows values: their weights, and the origins of their dtypes.
+* `_findings`: precision of an operation, and probable mistakes.
+* `_explain`: `mpx.explain` joins all of these.
+* `_views`: the report as text, HTML and JSON.
+"""
 
 from ._explain import explain
 from ._report import (

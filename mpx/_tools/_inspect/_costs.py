@@ -1,12 +1,12 @@
-r"""What an operation costs: FLOPs and bytes, counted from shapes.
+r"""Costs of operations: FLOPs, bytes and residuals, counted from shapes.
 
-FLOPs are floating-point operations of the program as it is written:
+FLOPs are floating-point operations of the program as written:
 
 | operation | FLOPs |
 |---|---|
 | `dot_general` and relatives | $2 \cdot \text{size(result)} \cdot K$, with $K$ the length of the sum |
-| kernels of attention | $2 \cdot \text{size(query)} \cdot \text{keys}$ for each of its 2 products, 5 backward; masked ones, too |
-| `conv_general_dilated` | 2 for each weight that meets an element of the input; padding and holes are none |
+| attention kernels | $2 \cdot \text{size(query)} \cdot \text{keys}$ for each of 2 matmuls, 5 backward; masked keys count, too |
+| `conv_general_dilated` | 2 for each pair of weight and input element; none for padding and holes |
 | elementwise, also `exp`, comparisons and selects | 1 per element |
 | reductions | 1 per element, less 1 per result |
 | cumulative operations, scatters, collectives that add | 1 per element |
@@ -14,17 +14,19 @@ FLOPs are floating-point operations of the program as it is written:
 | sorts | $n \lceil \log_2 n \rceil$ |
 | FFT | $5 n \log_2 n$ per transform, half of it for real input |
 | `cholesky`, `lu`, `geqrf`, `qr`, `triangular_solve` | Golub and Van Loan, Matrix Computations, 4th edition |
-| casts, data movement, integers, random bits, numbers of 8 bits but in products | 0 |
+| casts, data movement, integers, random bits, 8-bit numbers except in matmuls | 0 |
 
-Complex numbers count 4 times in products and twice elsewhere. What is in no table is
-not counted, and reports say so. XLA counts likewise, but counts casts and integers, too,
-and puts transcendental functions on an account of their own.
+Complex numbers count 4 times in matmuls and twice elsewhere. Other operations are not
+counted, and reports list them. XLA counts likewise, but counts casts and integers, too,
+and counts transcendental functions separately.
 
-A dimension that only a call knows (`jax.export.symbolic_shape`) counts as 4,096.
+A symbolic dimension (`jax.export.symbolic_shape`) counts as 4,096.
 
-Bytes are what an operation reads and writes if nothing is fused: an upper bound, which
-shows where traffic can come from. Changes of shape move nothing; slices and gathers
-read what they take, updates in place write what they change.
+Bytes are the reads and writes of an operation without fusion: an upper bound of memory
+traffic. Reshapes move nothing; slices and gathers read what they return, in-place
+updates write what they change.
+
+*Residuals* are values that are saved for backward.
 """  # noqa: E501
 
 import functools
@@ -55,20 +57,20 @@ from ._traced import phase
 
 
 def bits_of(dtype: Any) -> int:
-    """The size of one number of a dtype in memory."""
+    """Returns the bits of one number of a dtype in memory."""
     is_key_or_empty = not isinstance(dtype, np.dtype) or dtype == jax.dtypes.float0
     return 8 * dtype.itemsize if is_key_or_empty else jax.dtypes.itemsize_bits(dtype)
 
 
 def bytes_of(aval: Aval) -> int:
-    """The bytes of an array of a type; 0 for tokens and whatever is no array."""
+    """Returns the bytes of an array of a type; 0 for tokens and other non-arrays."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     return math.ceil(count(aval.shape) * bits_of(aval.dtype) / 8)
 
 
 def bytes_moved(equation: JaxprEqn) -> int:
-    """The bytes that an equation reads and writes when it runs once."""
+    """Returns the bytes that one run of an equation reads and writes."""
     name = equation.primitive.name
     known = properties(name)
     if known.is_free:
@@ -85,20 +87,20 @@ def bytes_moved(equation: JaxprEqn) -> int:
 
 
 def flops(equation: JaxprEqn) -> int | None:
-    """The floating-point operations of an equation that runs once.
+    """Returns the floating-point operations of one run of an equation.
 
     Args:
-        equation: An equation that holds no program, see `mpx._program.sub_jaxprs`.
+        equation: An equation without a program in it, see `mpx._program.sub_jaxprs`.
 
     Returns:
-        How many; None if mpx does not know what the primitive computes.
+        The count; None if the primitive is unknown to mpx.
     """
     rule = _COUNTS.get(properties(equation.primitive.name).flops)
     return None if rule is None else rule(_with_lengths(equation))
 
 
 def _with_lengths(equation: JaxprEqn) -> JaxprEqn:
-    """An equation, or one like it whose shapes are numbers (`mpx._program.lengths`)."""
+    """Returns an equation whose dimensions are numbers (`mpx._program.lengths`)."""
     atoms = (*equation.invars, *equation.outvars)
     shapes = [getattr(aval_of(atom), "shape", ()) for atom in atoms]
     if all(isinstance(n, int) for shape in shapes for n in shape):
@@ -115,7 +117,7 @@ def _with_lengths(equation: JaxprEqn) -> JaxprEqn:
 
 
 def _floats(aval: Aval) -> int:
-    """What one operation on an element counts: 0 for integers, 2 for complex."""
+    """Returns the count of one elementwise operation: 0 for integers, 2 for complex."""
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return 2
     return int(jnp.issubdtype(aval.dtype, jnp.floating))
@@ -128,10 +130,10 @@ def _size(aval: Aval) -> int:
 def _elementwise(equation: JaxprEqn) -> int:
     result = aval_of(equation.outvars[0])
     if _floats(result) and bits_of(result.dtype) <= 8:
-        return 0  # they are moved, as by a select: nothing computes with them
+        return 0  # 8-bit numbers are moved, as by a select, not computed with
     weight = max(_floats(aval_of(v)) for v in (*equation.invars, *equation.outvars))
-    is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
-    return _size(result) * (2 * weight if weight == 2 and is_product else weight)
+    is_multiplied = equation.primitive.name in ("mul", "div", "integer_pow", "square")
+    return _size(result) * (2 * weight if weight == 2 and is_multiplied else weight)
 
 
 def _reduction(equation: JaxprEqn) -> int:
@@ -157,7 +159,7 @@ def _window(equation: JaxprEqn) -> int:
 
 
 def _select_and_scatter(equation: JaxprEqn) -> int:
-    # For each element of the source, the window is searched and one sum is made.
+    # For each element of the source, the window is searched and one sum is computed.
     source = aval_of(equation.invars[0])
     window = math.prod(equation.params["window_dimensions"])
     return _size(source) * window * _floats(source)
@@ -171,7 +173,7 @@ def _sort(equation: JaxprEqn) -> int:
 
 
 def _fma(*avals: Aval) -> int:
-    """One multiplication and one addition, of real or complex numbers."""
+    """Returns the count of a multiplication and an addition, real or complex."""
     return 2 if all(_floats(aval) == 1 for aval in avals) else 8
 
 
@@ -184,13 +186,13 @@ def _product(equation: JaxprEqn) -> int:
 def _ragged_dot(equation: JaxprEqn) -> int:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
-    # Where the sum is ragged, each group has a result of its own for a part of it.
+    # If the contracted axis is ragged, each group has a result of a part of it.
     ragged = set(numbers.lhs_ragged_dimensions) & set(contracting)
     groups = aval_of(equation.invars[2]).shape[-1] if ragged else 1
     return _product(equation) // groups
 
 
-def _last_axis_product(equation: JaxprEqn) -> int:
+def _last_axis_multiplied(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     return _fma(lhs, rhs) * _size(result) * lhs.shape[-1]
 
@@ -202,7 +204,7 @@ def _matrices(equation: JaxprEqn) -> tuple[Aval, Aval, Aval]:
 
 def _attention(equation: JaxprEqn, products: int) -> int:
     query, key = (aval_of(v) for v in equation.invars[:2])
-    # The layout says whether heads stand before or behind the sequence.
+    # The layout specifies whether heads are before or after the sequence.
     keys = key.shape[2 if equation.params["layout"] else 1]
     return 2 * products * _size(query) * keys
 
@@ -240,7 +242,7 @@ def _meetings(
     lhs_dilation: int,
     rhs_dilation: int,
 ) -> int:
-    """How often, along one axis, a weight meets an element that is really there."""
+    """Returns how often a weight meets a real element, along one axis."""
     starts = np.arange(results)[:, None] * stride - low
     places = starts + np.arange(window)[None, :] * rhs_dilation
     last = (size - 1) * lhs_dilation
@@ -259,7 +261,7 @@ def _fft(equation: JaxprEqn) -> int:
 
 
 def _matrix_sizes(equation: JaxprEqn) -> tuple[int, int, int]:
-    """Batch (complex matrices count as four), rows and columns of the operand."""
+    """Returns the batch (complex counts 4 times), rows and columns of the operand."""
     aval = aval_of(equation.invars[0])
     *batch, m, n = aval.shape
     return math.prod(batch) * (4 if _floats(aval) == 2 else 1), m, n
@@ -277,7 +279,7 @@ def _lu(equation: JaxprEqn) -> int:
 
 
 def _reflectors(equation: JaxprEqn) -> int:
-    """QR as reflectors, or the product of such reflectors."""
+    """Counts QR as reflectors, or the product of such reflectors."""
     batch, m, n = _matrix_sizes(equation)
     k = min(m, n)
     return round(batch * 2 * k**2 * (max(m, n) - k / 3))
@@ -291,7 +293,7 @@ def _triangular_solve(equation: JaxprEqn) -> int:
 
 
 def _pallas(equation: JaxprEqn) -> int | None:
-    """What the kernel's author says, or else what its instructions add up to."""
+    """Returns the author's cost estimate, or else the sum over the instructions."""
     estimate = equation.params.get("cost_estimate")
     if estimate is not None:
         return int(estimate.flops)
@@ -317,11 +319,11 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.SELECT_AND_SCATTER: _select_and_scatter,
     Flops.DOT_GENERAL: _product,
     Flops.RAGGED_DOT: _ragged_dot,
-    Flops.LAST_AXIS_PRODUCT: _last_axis_product,
+    Flops.LAST_AXIS_PRODUCT: _last_axis_multiplied,
     Flops.CONVOLUTION: _convolution,
-    # The scores, and what they select.
+    # Two matmuls: scores, and the weighted sum of values.
     Flops.ATTENTION_FORWARD: functools.partial(_attention, products=2),
-    # The scores again, and a gradient of each of four factors.
+    # The scores again, and a gradient for each of four factors.
     Flops.ATTENTION_BACKWARD: functools.partial(_attention, products=5),
     Flops.FFT: _fft,
     Flops.CHOLESKY: _cholesky,
@@ -333,20 +335,18 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
 }
 
 
-# ----------------------------------------------------------------------------
-# How many bytes autodiff keeps from the forward pass for the backward pass.
+# --- Residuals ------------------------------------------------------------------------
 #
-# Operations of the backward pass are known by the transform `transpose` on their name
-# stack. A *residual* is a value that an operation of the forward pass makes and an
-# operation of the backward pass reads; each is counted once, inputs and constants of
-# the program not at all, as they are there anyway, nor an array that one number fills,
-# which a compiler writes where it is read. A scan hands its residuals out stacked, so
-# the lengths of scans are in. Of programs one after the other (the micro-batches of an
-# accumulation are one program, run again and again) the largest counts.
+# Operations of the backward pass have the transform `transpose` on their name stack. A
+# residual is a value that the forward pass makes and the backward pass reads. Each is
+# counted once. Not counted are inputs and constants, which exist anyway, and arrays
+# filled with one number, which a compiler writes where they are read. A scan returns
+# its residuals stacked, so its length is included. Of consecutive programs (the micro-
+# batches of an accumulation are one program, run again and again) the largest counts.
 
 
 def residual_bytes(jaxpr: Program) -> int | None:
-    """The bytes that a program keeps for its backward pass; None if it has none."""
+    """Returns the bytes saved for backward; None without a backward pass."""
     made: set[Var] = set()
     kept: set[Var] = set()
     inside: list[int] = []
@@ -366,7 +366,7 @@ def residual_bytes(jaxpr: Program) -> int | None:
 
 
 def _filled(equation: JaxprEqn) -> set[Var]:
-    """The results of an equation that are filled by one number."""
+    """Returns the results of an equation that are filled with one number."""
     if equation.primitive.name == "broadcast_in_dim":
         is_number = isinstance(equation.invars[0], core.Literal)
         return set(equation.outvars) if is_number else set()

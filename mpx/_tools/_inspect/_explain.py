@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
 from ..._autocast import (
@@ -30,8 +30,7 @@ from ..._program import (
     Flops,
     Visit,
     aval_of,
-    avals,
-    is_along_vmap,
+    is_matmul,
     properties,
     walk,
 )
@@ -39,20 +38,9 @@ from ..._recipe_state import first_step
 from ..._settings import Precision, read_weights, unwrapped, weights_in_call, weights_of
 from ._costs import bytes_moved, flops, residual_bytes
 from ._facts import Fact, Facts, Origin, but_constants, is_float_cast, promotion
-from ._findings import (
-    FINDING as UNSCALED,
-    LARGEST,
-    deciding_comparisons,
-    dtype_name,
-    factored_products,
-    hides_a_program,
-    is_product,
-    precision_and_format,
-    rounded_integers,
-    unscaled_gradient,
-    uses_half,
-)
-from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
+from ._findings import dtype_name, precision_and_format
+from ._registry import OF_A_PROGRAM, Seen, Whole, finding_of, whole_of
+from ._report import LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._traced import (
     Traced,
     function_path,
@@ -142,7 +130,7 @@ def explain(
         with taking_notes() as unused_rules, first_step():
             try:
                 traced = trace(inside, args, kwargs, wrap, positions)
-            except AmbientRecipe:  # in which layers do not know whose they are
+            except AmbientRecipe:  # of a layer outside a transformed function
                 around = lambda func: wrap(in_contexts(func))  # noqa: E731
                 traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
@@ -158,13 +146,13 @@ def explain(
 
 
 def _residuals(traced: Traced) -> tuple[int | None, str]:
-    """The residual bytes, and how they were counted."""
+    """Returns the residual bytes, and how they were counted."""
     own = residual_bytes(traced.jaxpr)
     if own is not None:
         return own, "made in the forward pass and read in the backward pass"
     try:
         gradient = trace_gradient(traced)
-    # Whatever can go wrong in differentiating the code of others.
+    # The user's code may raise anything when differentiated.
     except Exception as error:
         first = (str(error).splitlines() or [""])[0][:120]
         return None, f"not differentiable: {type(error).__name__}: {first}"
@@ -187,45 +175,21 @@ def _operations(
     ]
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
-    is_mixed = any(uses_half(visit.equation) for visit in visits)
-    # By ids, which belong to equations of the program that `traced` holds.
-    ends: frozenset[int] = frozenset()
-    if is_mixed and any(visit.place.unknown_loops for visit in visits):
-        ends = deciding_comparisons(traced.jaxpr.jaxpr)
-    rounded = _rounded_products(traced.jaxpr) if is_mixed else {}
+    program = whole_of(traced.jaxpr, visits)
     operations = [
-        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounded)
-        for number, visit in enumerate(visits)
+        _operation(number, visit, flow, program) for number, visit in enumerate(visits)
     ]
-    slow = next(
-        (i for i, v in enumerate(visits) if _is_slow(v) and not operations[i].finding),
-        None,
-    )
-    if slow is not None:  # said once, of the first
-        operations[slow] = dataclasses.replace(operations[slow], finding=_SLOW)
-    unscaled = unscaled_gradient(visits)
-    if unscaled is not None:
-        found = dataclasses.replace(operations[unscaled], finding=UNSCALED)
-        operations[unscaled] = found
+    for finding, find in OF_A_PROGRAM.items():
+        if (number := find(visits, operations)) is not None:
+            found = dataclasses.replace(operations[number], finding=finding)
+            operations[number] = found
     return visits, tuple(operations)
-
-
-def _rounded_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
-    """What is said of products whose rounding matters, by identities of equations."""
-    found = {
-        product: f"feeds {name}, which magnifies its rounding: compute it in float32"
-        for product, name in factored_products(jaxpr).items()
-    }
-    for product, short in rounded_integers(jaxpr).items():
-        text = f"may round integers: {short} holds those up to {LARGEST[short]}"
-        found[product] = text
-    return found
 
 
 def _islands(
     visits: Sequence[Visit[Fact]], operations: Sequence[Operation]
 ) -> tuple[Island, ...]:
-    """The islands of a program, in the order of the program."""
+    """Returns the recomputed regions, in program order."""
     found: dict[IslandNote, list[Operation]] = {}
     for visit, operation in zip(visits, operations, strict=True):
         for entry in visit.scopes:
@@ -245,13 +209,13 @@ def _islands(
 
 
 def _most(texts: Iterable[str]) -> str:
-    """The text that comes most often, "" only if there is no other."""
+    """Returns the most common text; "" only if there is no other."""
     counts = collections.Counter(text for text in texts if text)
     return max(counts, key=counts.__getitem__, default="")
 
 
 def _is_for_others(visit: Visit[Fact]) -> bool:
-    """Whether it stands in for what is computed where the target is another one."""
+    """Returns whether it is in a branch for another target than the report's."""
     names = [name for name in visit.place.inside if _BRANCH.fullmatch(name)]
     if not names:
         return False
@@ -263,12 +227,12 @@ def _is_for_others(visit: Visit[Fact]) -> bool:
     return note is not None and note.precision == Precision.LOW.value
 
 
-# What `jax.lax.platform_dependent` makes.
+# The name of the branches of `jax.lax.platform_dependent`.
 _BRANCH = re.compile("cond for .*")
 
 
 def _fused(visit: Visit[Fact]) -> FusedOperation | None:
-    """The operation of mpx's own that it is a part of."""
+    """Returns the fused operation of mpx that it is a part of; None if none."""
     found = [operation_of(entry.name) for entry in visit.scopes]
     return next((operation for operation in reversed(found) if operation), None)
 
@@ -279,34 +243,17 @@ def _input_fact(path: str, is_weight: bool, aval: Aval) -> Fact:
 
 
 def _operation(
-    number: int,
-    visit: Visit[Fact],
-    flow: Facts,
-    is_mixed: bool,
-    ends_loop: bool,
-    rounded: Mapping[int, str],
+    number: int, visit: Visit[Fact], flow: Facts, program: Whole
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     note = innermost_note(entries)
     precision, format = precision_and_format(equation, note, phase(entries))
     rule, reason = _decision(visit, flow, note)
-    finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
-    if note is not None and not note.is_switched_off and is_product(equation):
-        finding = _wide_product(equation)
-    if ends_loop:
-        finding = "ends a loop by half-precision matmuls"
-    if (is_mixed or note is not None) and hides_a_program(equation):
-        finding = "contains a program that cannot be inspected"
-    is_forward = phase(entries) == "forward"
-    if is_forward:
-        finding = rounded.get(id(equation)) or finding
-    if note is not None and note.without_units and is_forward and is_product(equation):
-        finding = "quantized, but computed without hardware for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:
-        paths = [note.weight]  # quantizing it is computing with it
+        paths = [note.weight]  # quantizing a weight counts as using it
     return Operation(
         number=number,
         primitive=equation.primitive.name,
@@ -320,7 +267,7 @@ def _operation(
         format=format,
         rule=rule,
         reason=reason,
-        finding=finding,
+        finding=finding_of(Seen(visit, flow, note, precision, program)),
         executions=place.executions,
         unknown_loops=place.unknown_loops,
         flops=None if count is None else count * place.executions,
@@ -338,25 +285,14 @@ def _type(aval: Aval) -> str:
     return str(aval)
 
 
-# --- Why -----------------------------------------------------------------------------
+# --- Reasons and findings -------------------------------------------------------------
 
 
-# What loses digits or range where the program itself computes it in half precision.
-_CRITICAL = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh
-    cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma igamma_grad_a
-    igammac lgamma log log1p log2 polygamma polynomial pow random_gamma
-    random_gamma_grad reduce_prod reduce_sum reduce_window_sum
-    regularized_incomplete_beta rsqrt scatter-add scatter-mul scatter-sub sin sinh sqrt
-    tan zeta
-    """.split()
-)
 _KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
 
 
 def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:
-    """The rule that decided the precision of an operation, and the reason."""
+    """Returns the rule that decided an operation's precision, and the reason."""
     if note is None:
         return "as written", _reason(visit, flow)
     equation = visit.equation
@@ -364,11 +300,11 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
     name = equation.primitive.name
     if note.precision == Precision.LOW.value:
         rule = note.rule or LOW
-        if not is_product(equation):
+        if not is_matmul(equation):
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
-    is_whole = is_product(equation) or properties(name).flops in _KERNELS
+    is_whole = is_matmul(equation) or properties(name).flops in _KERNELS
     if not is_whole and _fused(visit) is not None:
         return PART, f"of {note.primitive}"
     if phase(visit.scopes) == "backward":
@@ -397,57 +333,10 @@ def _reason(visit: Visit[Fact], flow: Facts) -> str:
 
 
 def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
-    """Where the dtypes of the floating operands come from; constants if no other."""
+    """Returns the origins of floating operands; constants only if all are."""
     found = [
         fact.origin
         for fact, variable in zip(facts, equation.invars, strict=True)
         if jnp.issubdtype(getattr(aval_of(variable), "dtype", bool), jnp.inexact)
     ]
     return but_constants(found)
-
-
-def _product_in(equation: JaxprEqn) -> str:
-    dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
-    return f"matmul in {' by '.join(dtypes)}"
-
-
-_SLOW = "float16 on a CPU, which has no units for it"
-
-
-def _is_slow(visit: Visit[Fact]) -> bool:
-    """Whether autocast emits a product of float16 for a CPU."""
-    note = innermost_note(visit.scopes)
-    if note is None or note.platform != "cpu" or not is_product(visit.equation):
-        return False
-    return {a.dtype for a in avals(visit.equation.invars[:2])} == {jnp.dtype("float16")}
-
-
-def _wide_product(equation: JaxprEqn) -> str:
-    """What is said of a product under autocast, which leaves float64 as it is.
-
-    One array of numpy's default dtype is enough, where x64 is on, to make a whole
-    program float64.
-    """
-    is_wide = any(a.dtype == jnp.float64 for a in avals(equation.invars[:2]))
-    return _product_in(equation) if is_wide else ""
-
-
-def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
-    """What looks like an accident in a program that uses half precision."""
-    equation, facts = visit.equation, visit.operands
-    if promotion(equation, facts) is not None and phase(visit.scopes) == "forward":
-        return "half precision promoted"
-    if id(equation) in flow.promotions:
-        return ""  # said of the operation that it was made for
-    if is_product(equation) and precision in ("float32", "float64", "mixed"):
-        return _product_in(equation)
-    if precision not in HALF:
-        return ""
-    # Sums of one number happen where axes of length 1 are dropped.
-    name = equation.primitive.name
-    known = properties(name)
-    is_range_short = precision == "float16" and name in ("integer_pow", "square")
-    is_sum = known.is_sparse or (known.sums and is_along_vmap(equation))
-    if (name in _CRITICAL or is_range_short or is_sum) and flops(equation) != 0:
-        return f"{name} in {precision}"
-    return ""

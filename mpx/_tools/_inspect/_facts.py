@@ -1,10 +1,10 @@
-"""What is known of a value: which weights it is, and where its dtype comes from.
+"""Follows values: the weights that they are, and the origins of their dtypes.
 
-The *origin* of a value is the place that gave it its floating dtype: an input, a
-constant, a cast, a *promotion* (a cast that nobody wrote: half precision met float32 in
-one expression, and JAX cast it), or an operation that makes numbers. An operation hands
-on the origin of the operand that its dtype comes from. So one can say of a float32
-matrix product in half-precision code which line made it float32.
+The *origin* of a value gave it its floating dtype: an input, a constant, a cast, a
+*promotion* (an implicit cast by JAX: half precision met float32 in one expression), or
+an operation that makes numbers. An operation passes on the origin of the operand with
+its dtype. So a report can name the line that made a matmul in half-precision code
+float32.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from ._traced import line_text
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Why a value has the dtype that it has."""
+    """The reason for a value's dtype."""
 
     text: str
     is_constant: bool = False
@@ -49,7 +49,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of a value."""
+    """The facts of a value."""
 
     parameters: tuple[str, ...] | None
     """The paths of the weights that it is: several if it joins them, () for a constant,
@@ -61,18 +61,18 @@ CONSTANT = Fact((), Origin("a constant", is_constant=True))
 
 
 class Facts(Flow[Fact]):
-    """How facts travel. `promotions` collects the casts that nobody wrote."""
+    """Propagates facts; `promotions` collects the implicit casts."""
 
     def __init__(self) -> None:
         """Starts without promotions."""
         self.promotions: set[int] = set()
 
     def constant(self, value: object) -> Fact:
-        """A constant is no weight, and no data either."""
+        """Returns a fact of neither weight nor data."""
         return CONSTANT
 
     def join(self, a: Fact, b: Fact) -> Fact:
-        """Data if one of them is; the origin is that of the first."""
+        """Returns data if one of them is; the origin is that of the first."""
         if a.parameters is None or b.parameters is None:
             parameters = None
         else:
@@ -80,7 +80,7 @@ class Facts(Flow[Fact]):
         return Fact(parameters, a.origin)
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts of the results of an operation."""
+        """Returns the facts of an operation's results."""
         parameters = _parameters(equation, facts)
         promoted = promotion(equation, facts)
         if promoted is not None:
@@ -100,10 +100,10 @@ class Promotion:
 
 
 def promotion(equation: JaxprEqn, facts: Sequence[Fact]) -> Promotion | None:
-    """The cast that nobody wrote before an operation, if there is one.
+    """Returns the implicit cast before an operation; None if there is none.
 
-    It is a cast from half precision that stands in the same expression as the
-    operation, and another operand has the wider dtype without such a cast.
+    It is a cast from half precision in the expression of the operation, where another
+    operand has a wider dtype without such a cast.
     """
     fresh = [f.origin for f in facts if f.origin.is_fresh and f.origin.source in HALF]
     if not fresh or len(facts) < 2:
@@ -113,7 +113,7 @@ def promotion(equation: JaxprEqn, facts: Sequence[Fact]) -> Promotion | None:
     if span is None or not casts:
         return None
     for fact, variable in zip(facts, equation.invars, strict=True):
-        # Functions of JAX that compute in float32 inside have the span of their call.
+        # JAX functions that compute in float32 internally have the span of their call.
         is_other = fact.origin.span != span
         # A Python number has no dtype to promote to.
         is_weak = getattr(aval_of(variable), "weak_type", False)
@@ -123,7 +123,7 @@ def promotion(equation: JaxprEqn, facts: Sequence[Fact]) -> Promotion | None:
 
 
 def is_float_cast(equation: JaxprEqn) -> bool:
-    """Whether an equation does nothing but change a floating dtype."""
+    """Returns whether an equation only changes a floating dtype."""
     if equation.primitive.name != "convert_element_type":
         return False
     before, after = _dtypes(equation)
@@ -131,7 +131,7 @@ def is_float_cast(equation: JaxprEqn) -> bool:
 
 
 def _dtypes(equation: JaxprEqn) -> tuple[Any, Any]:
-    """Those of a cast's operand and result."""
+    """Returns the dtypes of a cast's operand and result."""
     operand, result = avals((equation.invars[0], equation.outvars[0]))
     return operand.dtype, result.dtype
 
@@ -147,15 +147,15 @@ def _is_wide(aval: Aval) -> bool:
 def _parameters(
     equation: JaxprEqn, facts: Sequence[Fact]
 ) -> Sequence[tuple[str, ...] | None]:
-    """The weights that results are: moved, cast, or joined, but not computed with."""
+    """Returns the weights that results are: moved, cast or joined, not computed."""
     name, count = equation.primitive.name, len(equation.outvars)
     known = properties(name)
     is_cast = known.kind is PrimitiveClass.CONVERT
-    # A gather takes rows by their numbers: what it gives is data, not a weight.
+    # A gather takes rows by their numbers: the result is data, not a weight.
     if (known.moves or is_cast) and name != "gather":
         if len(facts) == count:
             return [fact.parameters for fact in facts]
-        # Where it is moved to or from may depend on data: the n-th layer of a stack.
+        # The indices may depend on data: the n-th layer of a stack.
         return [facts[0].parameters] * count
     if known.joins and all(fact.parameters is not None for fact in facts):
         return [_union([fact.parameters or () for fact in facts])] * count
@@ -176,8 +176,7 @@ def _origin(
             f"cast to {after}{_at(frames)}",
             span=source_span(equation),
             source=str(before),
-            # Of the program that is walked, which holds it as long as facts are
-            # compared.
+            # The walked program keeps the equation alive while facts are compared.
             equation=id(equation),
             is_fresh=True,
         )
@@ -194,7 +193,7 @@ def _origin(
     ]
     if not properties(equation.primitive.name).moves:
         same = [dataclasses.replace(origin, is_fresh=False) for origin in same]
-    # A promotion explains more than a weight that happens to be float32, too.
+    # A promotion is a better explanation than a weight that is also float32.
     promotions = [origin for origin in same if origin.is_promotion]
     if same:
         return (promotions or but_constants(same))[0]
@@ -203,10 +202,10 @@ def _origin(
 
 
 def but_constants(origins: list[Origin]) -> list[Origin]:
-    """Those that are no constants, whose dtype follows; all if there is no other."""
+    """Returns the origins other than constants; all if there are no others."""
     return [origin for origin in origins if not origin.is_constant] or origins
 
 
 def _at(frames: Sequence[Frame]) -> str:
-    line = line_text(frames)  # none where mpx itself casts
+    line = line_text(frames)  # empty where mpx itself casts
     return f" at {line}" if line else ""

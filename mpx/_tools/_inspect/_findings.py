@@ -1,4 +1,9 @@
-"""In which precision an equation is computed, and in which format."""
+"""The precision and format of an equation, and probable mistakes in a program.
+
+Three flows follow values through a program: matmuls that are factored as matrices,
+matmuls in a loop that decide when it ends, and integers that half precision rounds.
+`unscaled_gradient` looks for float16 gradients without loss scaling.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,6 +27,7 @@ from ..._program import (
     avals,
     count,
     distinct_equations,
+    is_matmul,
     properties,
     summed_numbers,
     walk,
@@ -31,27 +37,21 @@ from ._report import HALF, is_low
 from ._traced import phase
 
 
-def is_product(equation: JaxprEqn) -> bool:
-    """Whether it is a matrix product, also of blocks with scales, or a convolution."""
-    known = properties(equation.primitive.name)
-    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
-
-
 def precision_of(equation: JaxprEqn) -> str:
-    """The dtype that an equation is computed in.
+    """Returns the dtype that an equation is computed in.
 
-    That of its operands for matrix products and convolutions, `mixed` where they
-    differ, `float8` if both are formats of 8 bits. Else that of its first floating
-    result, or operand, or result.
+    For matmuls and convolutions it is the dtype of the operands: `mixed` if they
+    differ, `float8` if both have 8 bits. Otherwise it is that of the first floating
+    result, floating operand, or result.
     """
     operands = [a.dtype for a in avals(equation.invars) if hasattr(a, "dtype")]
     results = [a.dtype for a in avals(equation.outvars) if hasattr(a, "dtype")]
     numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
-    if is_product(equation) and numbers:
+    if is_matmul(equation) and numbers:
         names = {str(dtype) for dtype in numbers[:2]}
         if len(names) == 1:
             return names.pop()
-        # E4M3 by E5M2 is how gradients meet weights, and no accident.
+        # E4M3 by E5M2 is a gradient times a weight, as intended.
         return "float8" if all(n.startswith("float8") for n in names) else "mixed"
     found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
     return dtype_name(found[0]) if found else ""
@@ -60,33 +60,33 @@ def precision_of(equation: JaxprEqn) -> str:
 def precision_and_format(
     equation: JaxprEqn, note: Note | None, phase: str
 ) -> tuple[str, str]:
-    """The dtype that an equation is computed in, and the format it counts under.
+    """Returns the dtype of the computation, and the format it counts under.
 
-    That is the same but for quantized products: see `Operation.format`.
+    They only differ for quantized matmuls: see `Operation.format`.
 
     Args:
         equation: The equation.
-        note: What autocast noted on it.
+        note: Autocast's note on it.
         phase: As in `Operation`.
     """
     precision = precision_of(equation)
-    if note is None or not is_product(equation):
+    if note is None or not is_matmul(equation):
         return precision, precision
     if precision in HALF and not note.is_emulated:
         return precision, precision
     format = note.formats[phase == "backward"]
     if format and not note.is_emulated and not is_low(precision):
-        precision = "float8"  # XLA takes the casts into the product: `_in_fp8_to_sum`
+        precision = "float8"  # XLA moves the casts into the matmul: `_in_fp8_to_sum`
     return precision, format or precision
 
 
 def precision_of_product(equation: JaxprEqn) -> str | None:
-    """The dtype of a product; None of all else."""
-    return precision_of(equation) if is_product(equation) else None
+    """Returns the dtype of a matmul; None for other operations."""
+    return precision_of(equation) if is_matmul(equation) else None
 
 
 def hides_a_program(equation: JaxprEqn) -> bool:
-    """Whether numbers go into a program of which nothing is known."""
+    """Returns whether floats go into a program that cannot be inspected."""
     return properties(equation.primitive.name).hides_a_program and any(
         jnp.issubdtype(getattr(aval_of(v), "dtype", bool), jnp.floating)
         for v in equation.invars
@@ -94,7 +94,7 @@ def hides_a_program(equation: JaxprEqn) -> bool:
 
 
 def uses_half(equation: JaxprEqn) -> bool:
-    """Whether an operand or a result is in half precision."""
+    """Returns whether an operand or a result is in half precision."""
     return any(
         str(getattr(aval_of(v), "dtype", "")) in HALF
         for v in (*equation.invars, *equation.outvars)
@@ -102,32 +102,31 @@ def uses_half(equation: JaxprEqn) -> bool:
 
 
 def dtype_name(dtype: object) -> str:
-    """Of a dtype; NumPy spells JAX's `float0`, of gradients of integers, otherwise."""
+    """Returns its name; NumPy has another for JAX's `float0`, of integer gradients."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
 
-# ----------------------------------------------------------------------------
-# Rounded products that are factored or inverted as matrices.
+# --- Rounded matmuls that are factored or inverted as matrices ------------------------
 #
 # `cholesky(K + 1e-3 * eye)`, `solve` and `inv` magnify errors of their matrix by its
-# condition number. The Gram matrix `K = x @ x.T`, rounded behind the product, is off by
-# 2^-8 of its numbers in bfloat16, and need not be positive any more; as a float32
-# product of the same operands it is.
+# condition number. The Gram matrix `K = x @ x.T`, rounded after the matmul, has errors
+# of 2^-8 of its values in bfloat16, and may not be positive definite; as a float32
+# matmul of the same operands it is.
 #
-# A product is followed as far as each number is made of its own: through sums, scaling,
-# movement and casts. Through functions, as in `exp(-distances)`, it is where it is that
-# matrix, by its shape. It is not through a norm, a reduction or another product.
+# A matmul is followed as long as each number is computed from its own: through sums,
+# scaling, movement and casts. After functions, as in `exp(-distances)`, it only counts
+# if the factored matrix has its shape. A norm, a reduction or another matmul ends it.
 
 Products = frozenset[int]
 
 
 class _Fact(NamedTuple):
-    """The products that a value depends on, by the identity of their equations.
+    """The matmuls that a value depends on, by the identity of their equations.
 
     Attributes:
-        scaled: Those whose numbers it has, scaled, with something added perhaps.
-        bent: Those of whose numbers, each by itself, it has functions.
-        all: Those, and others since the last product.
+        scaled: Those whose values it has, scaled, maybe with something added.
+        bent: Those of whose values it has functions, element by element.
+        all: These, and others since the last matmul.
     """
 
     scaled: Products = frozenset()
@@ -139,13 +138,13 @@ _NOTHING = _Fact()
 
 
 def factored_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
-    """The products in half precision and below that are factored as matrices.
+    """Returns the matmuls in half precision or lower that are factored as matrices.
 
     Args:
         jaxpr: A program.
 
     Returns:
-        By the identity of an equation, the primitive that factors its result.
+        The primitive that factors the result, by the identity of the matmul's equation.
     """
     names = {e.primitive.name for e in distinct_equations(jaxpr)}
     flow = _Factored()
@@ -156,22 +155,22 @@ def factored_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
 
 
 class _Factored(Flow[_Fact]):
-    """Follows products to where they are factored."""
+    """Follows matmuls to their factorization."""
 
     def __init__(self) -> None:
         self.found: dict[int, str] = {}
         self._matrices: dict[int, Shape] = {}
 
     def constant(self, value: object) -> _Fact:
-        """A constant is made of no product."""
+        """Returns no matmuls."""
         return _NOTHING
 
     def join(self, a: _Fact, b: _Fact) -> _Fact:
-        """The products of both."""
+        """Returns the matmuls of both."""
         return _Fact(*(x | y for x, y in zip(a, b, strict=True)))
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[_Fact]) -> list[_Fact]:
-        """What the results are made of."""
+        """Returns the matmuls that the results depend on."""
         name, own = equation.primitive.name, id(equation)
         precision = precision_of_product(equation) or ""
         if precision in HALF or is_low(precision):
@@ -201,7 +200,7 @@ def _result(equation: JaxprEqn, facts: Sequence[_Fact]) -> _Fact:
         return _Fact(scaled - bent, bent, every)
     if known.flops is not Flops.ELEMENTWISE:
         return _Fact(all=every)
-    # A factor that is made of all numbers of the product normalizes it.
+    # A factor computed from all numbers of the matmul normalizes it.
     normalized = frozenset[int]().union(*(f.all - f.scaled - f.bent for f in facts))
     carried = (scaled | bent) - normalized
     factors = facts[:1] if name == "div" else facts if name == "mul" else ()
@@ -210,20 +209,18 @@ def _result(equation: JaxprEqn, facts: Sequence[_Fact]) -> _Fact:
     return _Fact(once - normalized, carried - once, every)
 
 
-# ----------------------------------------------------------------------------
-# Loops that end by a comparison of what half precision products gave.
+# --- Loops that end by a comparison of half-precision matmuls -------------------------
 #
-# A solver that stops where an error is below a tolerance stops never, or too early,
-# where the error is computed with products in half precision in each iteration: they
-# are off by 2^-8 of themselves in bfloat16, and 2^-11 in float16, whatever the
-# tolerance.
+# A solver that stops at an error below a tolerance never stops, or stops too early, if
+# each iteration computes the error with half-precision matmuls: their relative error is
+# 2^-8 in bfloat16 and 2^-11 in float16, for any tolerance.
 
 
 class _LoopFact(NamedTuple):
-    """What is known of a value in a loop.
+    """The facts of a value in a loop.
 
     Attributes:
-        is_rounded: A number that depends on a product in half precision in the loop.
+        is_rounded: Whether it depends on a half-precision matmul in the loop.
         tests: The comparisons of such numbers that it depends on, by identity.
     """
 
@@ -235,7 +232,7 @@ _NOTHING_CARRIED = _LoopFact()
 
 
 def deciding_comparisons(jaxpr: Program) -> frozenset[int]:
-    """The comparisons by which loops end, of numbers that products in them round.
+    """Returns the comparisons of rounded numbers that decide when loops end.
 
     Args:
         jaxpr: A program.
@@ -254,24 +251,24 @@ def deciding_comparisons(jaxpr: Program) -> frozenset[int]:
 
 
 class _Rounding(Flow[_LoopFact]):
-    """Follows numbers from products in one loop to its condition."""
+    """Follows numbers from matmuls in one loop to its condition."""
 
     def __init__(self, loop: object) -> None:
         self.deciding: frozenset[int] = frozenset()
         self._loop = loop
 
     def constant(self, value: object) -> _LoopFact:
-        """A constant depends on nothing."""
+        """Returns no dependency."""
         return _NOTHING_CARRIED
 
     def join(self, a: _LoopFact, b: _LoopFact) -> _LoopFact:
-        """What one of them depends on."""
+        """Returns the dependencies of both."""
         return _LoopFact(a.is_rounded or b.is_rounded, a.tests | b.tests)
 
     def transfer(
         self, equation: JaxprEqn, facts: Sequence[_LoopFact]
     ) -> Sequence[_LoopFact]:
-        """Numbers stay rounded; truth values and integers carry the comparisons."""
+        """Floats stay rounded; booleans and integers carry the comparisons."""
         is_rounded = any(fact.is_rounded for fact in facts)
         is_rounded |= precision_of_product(equation) in HALF
         tests = frozenset[int]().union(*(fact.tests for fact in facts))
@@ -287,7 +284,7 @@ class _Rounding(Flow[_LoopFact]):
         operands: Sequence[_LoopFact],
         results: Sequence[_LoopFact],
     ) -> None:
-        """What the condition of the loop depends on decides when it ends."""
+        """Records the comparisons that the condition of the loop depends on."""
         if equation is self._loop and role == "condition":
             self.deciding |= results[0].tests
 
@@ -296,22 +293,23 @@ def _is_float(aval: Aval) -> bool:
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-# ----------------------------------------------------------------------------
-# Float16 gradients that nothing scales: below 6e-8 they are zero.
+# --- Unscaled float16 gradients: below 6e-8 they are zero -----------------------------
 #
-# A program does not say so, it is missing something. What makes a scaled gradient is a
-# number that the loss was multiplied by: in the backward pass it stands in front of the
-# first float16 operation, and is an argument of the program, or large.
+# A scaled gradient is found by the number that the loss was multiplied by: in the
+# backward pass, a multiplication before the first float16 operation, by an argument of
+# the program or a large number.
 
 FINDING = "float16 gradients without loss scaling: below 6e-8 they are zero"
 
 _FLOAT16 = np.dtype(np.float16)
-# A factor that a loss may have for other reasons is smaller.
+# A factor that a loss has for other reasons is smaller.
+# unsure: a loss with a weight above 16 hides the finding, a manual scale below 16
+# triggers it
 _LARGE = 16.0
 
 
 def unscaled_gradient(visits: Sequence[Visit[Any]]) -> int | None:
-    """The place of the first operation of a gradient that nothing scales, if any."""
+    """Returns the position of the first operation of an unscaled gradient, or None."""
     first = None
     for number, visit in enumerate(visits):
         if any(is_scaling_note(entry.name) for entry in visit.scopes):
@@ -331,7 +329,7 @@ def _computes_in_float16(equation: JaxprEqn) -> bool:
 
 
 def _multiplies_by_a_scale(equation: JaxprEqn) -> bool:
-    """Whether a number is multiplied by another one, as the scale is."""
+    """Returns whether it multiplies two scalars, as loss scaling does."""
     if equation.primitive.name != "mul" or aval_of(equation.outvars[0]).shape != ():
         return False
     numbers = [float(x.val) for x in equation.invars if isinstance(x, core.Literal)]
@@ -340,19 +338,19 @@ def _multiplies_by_a_scale(equation: JaxprEqn) -> bool:
     return not numbers or is_seed_by_variable or max(map(abs, numbers)) >= _LARGE
 
 
-# ----------------------------------------------------------------------------
-# Products in half precision of integers that it does not hold.
+# --- Half-precision matmuls of integers that the format rounds ------------------------
 #
 # bfloat16 has all integers up to 256, float16 up to 2048. Counts by `tril @ mask`, a
-# look up by `one_hot @ positions` and a grid of pixels by `theta @ grid` are rounded
-# above. So each value has a *bound*: it holds integers, at most so large. None: real
-# numbers, or unknown ones.
+# lookup by `one_hot @ positions` and a grid of pixels by `theta @ grid` are rounded
+# above. So each value has a *bound*: it holds integers of at most this magnitude. None
+# means real or unknown numbers.
 
 LARGEST = {"bfloat16": 256, "float16": 2048}
 
-# Loops end soon: a bound that grows goes to the next of these.
+# A bound that grows in a loop is raised to the next of these, so the search ends soon.
 _STEPS = (1.0, 256.0, 2048.0, math.inf)
-_MANY = 2**20  # of so many numbers in the program none is read
+# unsure: a limit on time, not measured; bounds of larger constants are unknown
+_MANY = 2**20  # larger constants are not read
 _SAME = frozenset(
     "abs ceil cummax cummin floor neg reduce_max reduce_min round".split()
 )
@@ -360,11 +358,11 @@ _LEAST = frozenset("and clamp min rem".split())
 
 
 class _IntegerFact(NamedTuple):
-    """What is known of a value.
+    """The facts of a value.
 
     Attributes:
         bound: The largest integer that it may hold; None of real or unknown numbers.
-        hot: The length of an axis along which one number is not zero; 0: none has.
+        hot: The length of an axis along which one number is nonzero; 0 if unknown.
     """
 
     bound: float | None
@@ -375,13 +373,13 @@ _REAL = _IntegerFact(None)
 
 
 def rounded_integers(jaxpr: ClosedJaxpr) -> dict[int, str]:
-    """The products that may round integers.
+    """Returns the matmuls that may round integers.
 
     Args:
         jaxpr: A program.
 
     Returns:
-        By the identity of an equation, the precision that is too short.
+        The precision that is too low, by the identity of the matmul's equation.
     """
     flow = _Integers()
     for _ in walk(jaxpr, [_of_type(_REAL, a) for a in jaxpr.in_avals], flow):
@@ -390,25 +388,25 @@ def rounded_integers(jaxpr: ClosedJaxpr) -> dict[int, str]:
 
 
 class _Integers(Flow[_IntegerFact]):
-    """Follows integers, also where they are kept as floating numbers."""
+    """Follows integers, also those stored as floats."""
 
     def __init__(self) -> None:
         self.rounding: dict[int, str] = {}
 
     def constant(self, value: Any) -> _IntegerFact:
-        """The largest of its numbers, if all are integers."""
+        """Returns the largest magnitude, if all numbers are integers."""
         if np.size(value) > _MANY:
             return _REAL
         try:
             numbers = np.asarray(value, np.float64)
-        except (TypeError, ValueError):  # a key, or no number at all
+        except (TypeError, ValueError):  # a key, or not a number
             return _REAL
         if not np.all(np.isfinite(numbers) & (numbers == np.rint(numbers))):
             return _REAL
         return _IntegerFact(float(np.abs(numbers).max(initial=0)))
 
     def join(self, a: _IntegerFact, b: _IntegerFact) -> _IntegerFact:
-        """Real numbers if one of them is."""
+        """Returns the larger bound; real if one of them is."""
         if a == b or a.bound is None or b.bound is None:
             return a if a == b else _REAL
         largest = max(a.bound, b.bound)
@@ -419,7 +417,7 @@ class _Integers(Flow[_IntegerFact]):
     def transfer(
         self, equation: JaxprEqn, facts: Sequence[_IntegerFact]
     ) -> list[_IntegerFact]:
-        """The facts of the results."""
+        """Returns the facts of the results."""
         results = [aval_of(v) for v in equation.outvars]
         if len(results) == len(facts) > 1 and _is_moved(equation):
             return list(map(_of_type, facts, results))
@@ -434,13 +432,13 @@ class _Integers(Flow[_IntegerFact]):
 
 
 def _of_type(fact: _IntegerFact, aval: Aval) -> _IntegerFact:
-    """A fact of numbers of a type; the bound of the type, where there is no other."""
+    """Returns the fact of numbers of a type, limited to the type's bound."""
     dtype = getattr(aval, "dtype", None)
     if dtype == np.bool_:
         return _IntegerFact(1.0, fact.hot)
     if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.integer):
         return fact
-    # What wider integers hold, nobody knows.
+    # The bound of wider integers is unknown.
     widest = float(np.iinfo(dtype).max) if dtype.itemsize == 1 else math.inf
     return _IntegerFact(
         widest if fact.bound is None else min(fact.bound, widest), fact.hot
@@ -453,7 +451,7 @@ def _is_moved(equation: JaxprEqn) -> bool:
 
 
 def _integer_result(equation: JaxprEqn, facts: Sequence[_IntegerFact]) -> _IntegerFact:
-    """The fact of what an operation gives, whatever its type."""
+    """Returns the fact of an operation's result, before `_of_type`."""
     name, params = equation.primitive.name, equation.params
     known = properties(name)
     if name == "iota":
@@ -464,7 +462,7 @@ def _integer_result(equation: JaxprEqn, facts: Sequence[_IntegerFact]) -> _Integ
     bounds = [fact.bound for fact in facts if fact.bound is not None]
     if len(bounds) < len(facts) or not bounds:
         return _REAL
-    if name == "eq":  # ids == iota: as many as the shorter one has
+    if name == "eq":  # ids == iota: the shorter length
         return _IntegerFact(1.0, int(min(bounds)) + 1 if min(bounds) < math.inf else 0)
     if known.joins or name in ("max", "select_n"):
         return _IntegerFact(max(bounds))

@@ -1,4 +1,4 @@
-"""What a report holds: operations, islands and totals, plain data."""
+"""The data of a report (operations, islands, totals), and how numbers are written."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ LOW = "low"
 QUANTIZES = "quantize"
 """The rule of the operations that quantize their operands."""
 PART = "part"
-"""The rule of what stands between the products of an operation of mpx's own."""
+"""The rule of the steps between the matmuls of an operation of mpx itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _flops_by(operations: Iterable[Operation], field: str) -> dict[str, int]:
 
 
 def is_low(name: str) -> bool:
-    """Whether a dtype or a format has 8 bits or fewer."""
+    """Returns whether a dtype or a format has 8 bits or fewer."""
     # Not float64.
     names = ("float8", "float6_", "float4_", "FP8", "MXFP8", "NVFP4")
     return name.startswith(names)
@@ -205,7 +205,7 @@ def _is_in_branch(operation: Operation) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """All that a report holds; `Report` is it with the ways to look at it."""
+    """The data of a report; `Report` adds the views."""
 
     name: str
     """The name of the function."""
@@ -219,39 +219,38 @@ class Content:
     """The recomputed regions of `mpx.autocast`: `residuals="small"`."""
 
 
-# ----------------------------------------------------------------------------
-# Numbers and types as a person reads them.
+# --- Text of numbers and types --------------------------------------------------------
 
 _STEPS = ("", "k", "M", "G", "T", "P", "E")
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
-# Formats of fewer than 8 bits have their names whole.
+# Formats of fewer than 8 bits keep their long names.
 _LONG = re.compile(rf"^({'|'.join(_SHORT)})(?=8_|\d+(\[|$))")
 
 
 def short_type(text: str) -> str:
-    """`bfloat16[8,16]` as `bf16[8,16]`."""
+    """Returns a type in short: `bf16[8,16]` for `bfloat16[8,16]`."""
     return _LONG.sub(lambda found: _SHORT[found[1]], text, count=1)
 
 
 def flops_text(count: int, unit: str = "") -> str:
-    """`1.23 G`, with three digits; with a unit `1.23 GFLOPs`."""
+    """Returns a count with three digits: `1.23 G`; with a unit `1.23 GFLOPs`."""
     number, prefix = _scaled(count)
     return f"{number} {prefix}{unit}".rstrip()
 
 
 def bytes_text(count: int) -> str:
-    """`1.23 MB`, with three digits; powers of 1000."""
+    """Returns bytes with three digits: `1.23 MB`, in powers of 1000."""
     number, unit = _scaled(count)
     return f"{number} {unit}B"
 
 
 def count_text(count: int) -> str:
-    """`12,345`."""
+    """Returns a count such as `12,345`."""
     return f"{count:,}"
 
 
 def share_text(share: float) -> str:
-    """`96.4 %`; what is not quite everything is never rounded to it."""
+    """Returns a share such as `96.4 %`; less than all is never rounded to 100."""
     if 0.9995 <= share < 1:
         share = 0.999
     return f"{100 * share:.1f} %"

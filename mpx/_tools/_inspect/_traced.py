@@ -1,4 +1,8 @@
-"""From a call to a jaxpr: which arrays go in, what they are called, and no run."""
+"""Traces a call to a jaxpr, without running it, and names its parts for reports.
+
+The inputs of the jaxpr have the paths of arguments; its operations have lines,
+functions and scopes of the user's code.
+"""
 
 import dataclasses
 import os
@@ -49,8 +53,8 @@ class Traced:
 
 
 def _is_input(leaf: object) -> bool:
-    """Whether a leaf becomes an input of the program."""
-    # Not numpy's objects, strings and dates.
+    """Returns whether a leaf becomes an input of the program."""
+    # Excludes NumPy's objects, strings and dates.
     is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
     return is_array_or_type(leaf) and not (is_of_numpy and leaf.dtype.kind in "OSUMm")
 
@@ -63,12 +67,11 @@ def trace(
     weights: tuple[int | str, ...],
     asked: str = "`mpx.explain(fn)(*args)`",
 ) -> Traced:
-    """Traces a call with abstract values.
+    """Traces a call of `wrap(func)` with abstract values.
 
-    A function that is itself a tree with arrays, such as an Equinox module, is an input
-    like the others, and then its arrays are the weights. Else those of the arguments
-    with these positions or names are. What is called is `wrap(func)`. `asked` is the
-    public call, to be named in errors.
+    If `func` is a tree with arrays, such as an Equinox module, it is an input, and its
+    arrays are the weights. Otherwise `weights` lists the positions or names of the
+    arguments with weights. Errors name `asked`, the public call.
     """
     has_own = any(_is_input(leaf) for leaf in jax.tree.leaves(func))
 
@@ -96,9 +99,9 @@ def trace(
 
 
 def trace_gradient(traced: Traced) -> ClosedJaxpr:
-    """The program that computes the result of a traced call and its gradient.
+    """Returns the program of a traced call's result and its gradient.
 
-    Of the weights, or of all inputs where there is no floating weight.
+    The gradient is that of the floating weights, or of all inputs if there are none.
     """
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in traced.inputs]
     chosen = [f and w for f, w in zip(is_float, traced.is_weight, strict=True)]
@@ -119,14 +122,14 @@ def trace_gradient(traced: Traced) -> ClosedJaxpr:
 
 
 def input_name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
-    """Where an input of a `Call` is, and whether it is a weight."""
+    """Returns the path of an input of a `Call`, and whether it is a weight."""
     root, rest = path[0].idx, path[1:]
     if root == 0:
         return path_text(rest), True
     whole = ("args" if root == 1 else "kwargs") + jax.tree_util.keystr(rest)
     if (rest[0].idx if root == 1 else rest[0].key) not in weights:
         return whole, False
-    # With weights in several arguments it has to be said in which one.
+    # With weights in several arguments, the path includes the argument.
     return (path_text(rest[1:]) if len(weights) == 1 else "") or whole, True
 
 
@@ -140,22 +143,21 @@ def _refuse_tracers(leaves: list[object], asked: str) -> None:
             )
 
 
-# ----------------------------------------------------------------------------
-# How lines of code, functions and scopes are written in a report.
+# --- Text of lines, functions and scopes ----------------------------------------------
 
-# Scopes that say less than the functions do: Equinox has one around each kind of layer,
-# and JAX around each einsum.
+# Scopes that are less specific than functions: Equinox has one around each kind of
+# layer, and JAX around each einsum.
 _LIBRARY_SCOPE = re.compile(r"eqx\.nn\..*|.*->.*")
 
 
 def line_text(frames: Sequence[Frame]) -> str:
-    """The innermost line that the user wrote: `model.py:41`; "" if none is known."""
+    """Returns the innermost line of the user's code: `model.py:41`; "" if unknown."""
     frame = user_frame(frames)
     return "" if frame is None else f"{short_path(frame.file)}:{frame.line}"
 
 
 def stack_text(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """The calls, the outermost first: `model.py:41 Block.__call__`."""
+    """Returns the calls, the outermost first: `model.py:41 Block.__call__`."""
     return tuple(
         f"{short_path(frame.file)}:{frame.line} {frame.function}"
         for frame in frames
@@ -164,7 +166,7 @@ def stack_text(frames: Sequence[Frame]) -> tuple[str, ...]:
 
 
 def function_path(frames: Sequence[Frame]) -> str:
-    """The functions around an operation as a path: `loss/Model/Attention/Linear`."""
+    """Returns the functions around an operation: `loss/Model/Attention/Linear`."""
     names: list[str] = []
     for frame in frames:
         name = "" if is_ours(frame) else _function_name(frame)
@@ -174,7 +176,7 @@ def function_path(frames: Sequence[Frame]) -> str:
 
 
 def scope_path(entries: Iterable[ScopeEntry]) -> str:
-    """The named scopes around an operation as a path."""
+    """Returns the named scopes around an operation as a path."""
     names = [
         entry.name
         for entry in entries
@@ -183,7 +185,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         and not isinstance(entry.name, DataScope)
         and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
-    # Derivatives of functions with rules of their own repeat the scopes around them.
+    # Derivatives of functions with custom rules repeat the scopes around them.
     for length in range(len(names) // 2, 0, -1):
         start = 0
         while start + 2 * length <= len(names):
@@ -200,7 +202,7 @@ RECOMPUTED = "rematted_computation"
 
 
 def phase(entries: Sequence[ScopeEntry]) -> str:
-    """Whether an operation is of the forward or the backward pass."""
+    """Returns `forward`, `backward` or `recompute`."""
     if any(entry.name == RECOMPUTED for entry in entries):
         return "recompute"
     if any(entry.is_transform and entry.name == "transpose" for entry in entries):
@@ -209,13 +211,13 @@ def phase(entries: Sequence[ScopeEntry]) -> str:
 
 
 def innermost_note(entries: Iterable[ScopeEntry]) -> Note | None:
-    """What autocast noted on an operation; the last word where several did."""
+    """Returns autocast's note on an operation, the innermost of several."""
     notes = [read_note(entry.name) for entry in entries]
     return next((note for note in reversed(notes) if isinstance(note, Note)), None)
 
 
 def short_path(file: str) -> str:
-    """A path without what is particular to this machine."""
+    """Returns a path without the parts specific to this machine."""
     path = real_path(file)
     for start in (*sorted(LIBRARIES, key=len, reverse=True), os.getcwd() + os.sep):
         if path.startswith(start):
@@ -223,7 +225,7 @@ def short_path(file: str) -> str:
     return os.path.basename(path) if os.path.isabs(path) else path
 
 
-# Wrappers of libraries, which are around every call.
+# Wrappers of libraries that are around every call.
 _PLUMBING = frozenset(
     {
         "BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped",
@@ -234,10 +236,10 @@ _PLUMBING = frozenset(
 
 
 def _function_name(frame: Frame) -> str:
-    """`Block.__call__` is `Block`, `make.<locals>.loss` is `loss`.
+    """Returns a short name: `Block` for `Block.__call__`, `loss` for `f.<locals>.loss`.
 
-    Of libraries only what is public: `scale_by_adam.<locals>.update_fn` is
-    `scale_by_adam`, and `_JitWrapper._call` is nothing.
+    Of libraries only public names: `scale_by_adam` for
+    `scale_by_adam.<locals>.update_fn`, "" for `_JitWrapper._call`.
     """
     in_library = is_library(frame)
     outer, _, inner = frame.function.rpartition(".<locals>.")

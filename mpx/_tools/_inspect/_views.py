@@ -1,4 +1,4 @@
-"""`Report`: what a report holds, with the ways to show it and to keep it."""
+"""`Report`: the views of a report (text, one page of HTML, JSON)."""
 
 import collections
 import dataclasses
@@ -12,14 +12,22 @@ import textwrap
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._report_files import document, framed, save_as
+from .._report_files import (
+    aligned,
+    cut,
+    document,
+    framed,
+    from_json,
+    save_as,
+    to_json,
+    widths_of,
+)
 from ._report import (
     PART,
     QUANTIZES,
     Content,
     Island,
     Operation,
-    Totals,
     bytes_text,
     count_text,
     flops_text,
@@ -28,24 +36,22 @@ from ._report import (
     short_type,
 )
 
-# ----------------------------------------------------------------------------
-# A report as text: totals on top, then operations, equal ones in one line.
+# --- Text: totals on top, then operations, equal ones in one line ---------------------
 #
-# Plain text for every terminal and file; with rich, if it is installed, the same in
-# colours.
+# It is plain text for terminals and files. With rich installed it has colours.
 
 _BAR = 24
 
-# What operations are called that are one line together, by their rule.
+# The name of a line that joins operations, by their rule.
 _TOGETHER = {QUANTIZES: "(quantization)", PART: "(between matmuls)"}
 
 
 def together(operations: Iterable[Operation]) -> list[Operation]:
-    """Operations that differ in nothing but their place and their weights, as one.
+    """Joins operations that only differ in their number, weights and reason.
 
-    FLOPs, bytes and runs are added up, and the order is that of the first ones. The
-    many small ones that quantize the operands of a product are one line, and so are
-    those between the products of attention.
+    FLOPs, bytes and runs are summed; the order is that of the first ones. The small
+    operations that quantize the operands of a matmul become one line, as do those
+    between the matmuls of attention.
     """
     groups: dict[Hashable, list[Operation]] = {}
     for operation in operations:
@@ -75,43 +81,41 @@ _HEADER: tuple[str, ...] = (
     "FLOPs", "bytes", "runs", "operation", "dtype", "in -> out", "where",
     "weight", "line", "why",
 )  # fmt: skip
-_NUMBERS = 3
+_NUMBERS = _HEADER[:3]
 
-# What is left of the columns where there is no room for all of them, and the least
-# width that there is room for all.
+# The columns of a narrow table, and the least width of a table with all columns.
 _NARROW: tuple[str, ...] = ("FLOPs", "operation", "dtype", "line", "why")
 _WIDE = 180
 _GAP = "  "
-# The least room for a reason, which is cut before anything else is.
+# The least width of the reason, which is cut first.
 _REASON = 24
 
 
 def text(report: Content, limit: int | None, width: int | None) -> str:
-    """The report as plain text, at most `width` wide; None for all columns."""
+    """Returns the report as plain text, at most `width` wide; None for all columns."""
     shown, note = _chosen(report, limit)
     names = _HEADER if width is None or width >= _WIDE else _NARROW
-    rows = [names, *(_row(line, names) for line in shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
-    last = None
+    rows = [[*names], *([*_row(line, names)] for line in shown)]
+    *others, _ = widths_of(rows)
+    texts = [i for i, name in enumerate(names) if name not in _NUMBERS]
+    below: dict[int, list[str]] = {}
     if width is not None:
-        last = max(width - sum(widths) - len(_GAP) * len(widths), _REASON)
+        last = max(width - sum(others) - len(_GAP) * len(others), _REASON)
+        indent = " " * (others[0] + len(_GAP))
+        for number, row in enumerate(rows):
+            if number and shown[number - 1].finding:
+                below[number] = _wrapped(row[-1], width, indent)
+                row[-1] = "! see below"
+            row[-1] = cut(row[-1], last)
     body: list[str] = []
-    for row, line in zip(rows, [None, *shown], strict=True):
-        finding = line is not None and line.finding and last is not None
-        cells = [
-            cell.rjust(size) if name in _HEADER[:_NUMBERS] else cell.ljust(size)
-            for name, cell, size in zip(names, row, widths, strict=False)
-        ]
-        why = row[-1] if last is None else cut(row[-1], last)
-        body.append(_GAP.join([*cells, "! see below" if finding else why]).rstrip())
-        if finding:
-            body += _wrapped(row[-1], width, " " * (widths[0] + len(_GAP)))
+    for number, line in enumerate(aligned(rows, texts)):
+        body += [line, *below.get(number, ())]
     parts = [*_summary(report, width), "", *body]
     return "\n".join([*parts, "", *_wrapped(note, width)] if note else parts)
 
 
 def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
-    """The same text in colours, for rich, which must be installed."""
+    """Returns the same text in colours; needs rich."""
     from rich.text import Text
 
     found = Text(text(report, limit, width), no_wrap=True)
@@ -128,7 +132,7 @@ def _row(line: Operation, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """A text in lines that are at most so wide."""
+    """Wraps a text into lines of at most `width` characters."""
     if width is None:
         return [indent + text]
     return textwrap.wrap(
@@ -141,7 +145,7 @@ def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     )
 
 
-# Dtypes and formats, as they are or as tables have them, and what is worth a look.
+# Dtypes and formats, in full or short, and findings.
 _STYLES = (
     (r"\bb?f(loat)?16\b", "green"),
     (r"\bf(loat)?32\b", "blue"),
@@ -169,10 +173,10 @@ _DEFAULT = 100
 
 
 def _chosen(report: Content, limit: int | None) -> tuple[list[Operation], str]:
-    """The lines to show, and what to say of those that are not.
+    """Returns the lines to show, and a note about the others.
 
-    What looks like an accident comes first, however cheap, and then what costs most.
-    Without a limit all are there, in the order of the program.
+    Findings come first, however cheap, then the most expensive operations. Without a
+    limit all lines are returned, in program order.
     """
     lines = together(report.operations)
     if limit is None:
@@ -222,15 +226,8 @@ def _several(names: Sequence[str]) -> str:
     return "".join(names[:1]) + more
 
 
-def cut(text: str, width: int, end: bool = True) -> str:
-    """Shortens text at its end, or at its start where the end says more."""
-    if len(text) <= width:
-        return text
-    return text[: width - 3] + "..." if end else "..." + text[3 - width :]
-
-
 def headline(report: Content) -> str:
-    """The sentence on top: where most FLOPs are, and what is worth a look."""
+    """Returns the first line: the formats of most FLOPs, and the number of findings."""
     totals = report.totals
     formats = totals.flops_by_format
     low = [name for name in formats if is_low(name)]
@@ -247,7 +244,7 @@ def headline(report: Content) -> str:
 
 
 def emulated(report: Content) -> list[str]:
-    """The formats whose products are emulated here."""
+    """Returns the formats whose matmuls are emulated here."""
     return list(dict.fromkeys(o.format for o in report.operations if o.is_emulated))
 
 
@@ -255,7 +252,7 @@ _HOW = "emulated on this CPU"
 
 
 def _summary(report: Content, width: int | None) -> list[str]:
-    """The sentence and the totals, in a few lines."""
+    """Returns the headline, the totals and the notes, in a few lines."""
     totals = report.totals
     lines: list[str] = []
 
@@ -291,7 +288,7 @@ _ISLANDS = 6
 
 
 def island_lines(islands: Sequence[Island]) -> list[str]:
-    """What is recomputed: all together, then each kind that keeps most, in a line."""
+    """Returns lines about recomputed regions: the sum, then the largest kinds."""
     if not islands:
         return []
     before = bytes_text(sum(island.bytes_before for island in islands))
@@ -311,7 +308,7 @@ def island_lines(islands: Sequence[Island]) -> list[str]:
 
 
 def notes(report: Content) -> list[str]:
-    """What a reader of the totals has to know."""
+    """Returns notes for readers of the totals."""
     totals = report.totals
     found = [f"the rule `{rule}` matched nothing" for rule in report.unused_rules]
     if here := emulated(report):
@@ -338,11 +335,10 @@ def notes(report: Content) -> list[str]:
     return found
 
 
-# ----------------------------------------------------------------------------
-# A report as one page of HTML: its style, script and data are in it, no network.
+# --- One page of HTML, which includes style, script and data and needs no network -----
 #
 # The data are compact, since a training step has ten thousand operations: each text is
-# there once, and operations are lists of numbers that point to texts.
+# stored once, and operations are lists of numbers that point to texts.
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Operation)}
 _SINGLE = [name for name, kind in _FIELDS.items() if kind is str]
@@ -350,7 +346,7 @@ _SEVERAL = [name for name, kind in _FIELDS.items() if kind == tuple[str, ...]]
 
 
 def page(report: Content) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     script = importlib.resources.files("mpx._tools._inspect") / "page" / "page.js"
     return document(
         "mpx._tools._inspect",
@@ -361,7 +357,7 @@ def page(report: Content) -> str:
 
 
 def data_of(report: Content) -> dict[str, object]:
-    """What the script of the page is given."""
+    """Returns the data for the page's script."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
@@ -393,17 +389,17 @@ def data_of(report: Content) -> dict[str, object]:
 
 
 def _islands(report: Content) -> list[str]:
-    """What is recomputed, in a note."""
+    """Returns the recomputed regions as a note."""
     head, *lines = island_lines(report.islands) or [""]
     return [f"{len(report.islands)} islands {head}: {'; '.join(lines)}"] if head else []
 
 
 def _embedded(data: dict[str, object]) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Returns JSON that cannot end the HTML element around it."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-# ----------------------------------------------------------------------------
+# --- The report -----------------------------------------------------------------------
 
 _FORMAT = "mpx report"
 _VERSION = 3
@@ -460,8 +456,7 @@ class Report(Content):
 
     def to_json(self) -> str:
         """Returns the report as JSON, which `mpx.reports.Report.from_json` reads."""
-        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        return json.dumps(data, indent=1)
+        return to_json(self, _FORMAT, _VERSION)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -476,21 +471,9 @@ class Report(Content):
         Raises:
             ValueError: The text is not a report, or one of another version of mpx.
         """
-        data = json.loads(text)
-        found = (
-            (data.get("format"), data.get("version")) if isinstance(data, dict) else 0
-        )
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(
-                "`mpx.reports.Report.from_json(text)` needs a report that this "
-                f"version of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got "
-                f"{found}. Make a new one with `mpx.explain`."
-            )
-        operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
-        totals = _from_dict(Totals, data["totals"])
-        islands = tuple(_from_dict(Island, entry) for entry in data["islands"])
-        unused_rules = tuple(data["unused_rules"])
-        return cls(data["name"], operations, totals, unused_rules, islands)
+        must = "`mpx.reports.Report.from_json(text)` needs a report"
+        remedy = " Make a new one with `mpx.explain`."
+        return from_json(cls, text, _FORMAT, _VERSION, must, remedy)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
@@ -513,20 +496,15 @@ class Report(Content):
         save_as(path, writers, "`mpx.reports.Report.save(path)`")
 
     def __str__(self) -> str:
-        """The totals and the most expensive operations."""
+        """Returns the totals and the most expensive operations."""
         return self.table()
 
     __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """What rich prints, with colours, as wide as it has room."""
+        """Yields the coloured text for rich, in the available width."""
         yield rich_text(self, 30, options.max_width)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
+        """Returns the page in a frame, for notebooks."""
         return framed(page(self), self.name, height=720)
-
-
-def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:
-    """Makes a dataclass of what JSON kept; its lists were tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

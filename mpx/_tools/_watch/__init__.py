@@ -1,4 +1,7 @@
-"""Seeing the numbers of a step: how large they are, and how close to full precision."""
+"""`mpx.monitor` and `mpx.compare`: statistics of a step's values, and their closeness.
+
+Read `_trace`, `_statistics`, `_monitor`, `_monitor_report`, `_comparison`, `_compare`.
+"""
 
 from ._compare import compare
 from ._comparison import Closeness, Comparison, expect_close

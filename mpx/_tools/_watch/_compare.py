@@ -1,4 +1,10 @@
-"""`mpx.compare`: two precisions of a loss, layer by layer."""
+"""`mpx.compare`: compares two precisions of a loss, layer by layer.
+
+They are two programs with different casts around the user's operations. An operation is
+the same in both if scope, line, primitive and shape are equal, and it occurs equally
+often. An *anchor* is such an operation of the forward pass; the last common one of each
+layer is compared.
+"""
 
 import dataclasses
 import itertools
@@ -25,6 +31,7 @@ from ..._program import (
     Span,
     Tagged,
     aval_of,
+    is_matmul,
     probed,
     properties,
     source_span,
@@ -34,15 +41,9 @@ from ..._settings import Policy, settings_of
 from ..._step import RecipeScaling, filter_value_and_grad, init_scaling, refuse_nnx
 from .._inspect import Traced, trace
 from ._comparison import Closeness, Comparison, Sums, cosine_of, numbered, snr_of, sums
-from ._trace import Source, SourceProbe, is_product, line, phase_of, where
+from ._trace import Source, SourceProbe, line, phase_of, where
 
-# ----------------------------------------------------------------------------
-# Anchors: the values by which two programs of one loss are compared.
-#
-# Two precisions of a loss are two programs, with other casts and other operations
-# around them. What both have is what the user wrote: an operation is the same in both
-# if it comes from the same scope and line, is of the same primitive and shape, and
-# comes equally often. The *anchors* are the last such operation of each layer.
+# --- Anchors --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Anchor:
         source: The line of the user's code.
         span: The expression, of the user's or of a library, that it comes from.
         primitive: Its primitive.
-        shape: The shape of its result where it stands.
-        number: How many such operations are before it in the program.
+        shape: The shape of its result inside the (sub)program that contains it.
+        number: The number of such operations before it in the program.
     """
 
     where: str
@@ -68,28 +69,28 @@ class Anchor:
 
 @dataclasses.dataclass
 class Found:
-    """What is known of an anchor from a trace.
+    """The facts of an anchor, from a trace.
 
     Attributes:
-        weights: The weights that it is a product with.
-        axes: The axes in front of its shape: `turn`, `device`.
+        weights: The paths of the weights in it, if it is a matmul.
+        axes: The leading axes of its record: `turn` (an iteration of a loop), `device`.
     """
 
     weights: tuple[str, ...]
     axes: list[str]
 
     def turns_first(self, x: AnyArray) -> tuple[AnyArray, int]:
-        """A record with the axes of turns in front, and how many they are."""
+        """Returns a record with the axes of iterations first, and their number."""
         turns = [i for i, axis in enumerate(self.axes) if axis == "turn"]
         return jnp.moveaxis(x, turns, range(len(turns))), len(turns)
 
 
 class Collect(SourceProbe):
-    """Collects values of the forward pass, and notes the place of each.
+    """Collects values of the forward pass, and notes the anchor of each.
 
     Args:
-        wanted: The anchors whose values are recorded; None notes places only.
-        reverses: Whether sums are taken the other way round.
+        wanted: The anchors whose values are recorded; None records all.
+        reverses: Whether sums are computed in reverse order.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Collect(SourceProbe):
         self._counts: Counter[Anchor] = Counter()
 
     def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-        """The results, of sums in another order if they are wanted so."""
+        """Computes the results; sums in reverse order if requested."""
         if self._reverses:
             arrays = reversed_sums(equation, arrays)
         return super().compute(equation, arrays)
@@ -113,11 +114,11 @@ class Collect(SourceProbe):
         operands: Sequence[Tagged],
         results: Sequence[Tagged],
     ) -> Records:
-        """The value of an anchor, if it is wanted."""
+        """Returns the value of an anchor, if it is wanted."""
         if not _is_computed(equation) or phase_of(equation, place) != "forward":
             return {}
         path = where(equation, place)
-        if not path:  # of a derivative, not of the user's
+        if not path:  # from a derivative, not the user's code
             return {}
         kind = Anchor(
             path,
@@ -129,7 +130,7 @@ class Collect(SourceProbe):
         )
         anchor = dataclasses.replace(kind, number=self._counts[kind])
         self._counts[kind] += 1
-        weights = [v.tag.path for v in operands if is_product(equation)]
+        weights = [v.tag.path for v in operands if is_matmul(equation)]
         self.found[anchor] = Found(tuple(filter(None, weights)), [])
         wanted = self._wanted is None or anchor in self._wanted
         return {anchor: results[0].array} if wanted else {}
@@ -140,7 +141,7 @@ class Collect(SourceProbe):
 
 
 def _is_computed(equation: JaxprEqn) -> bool:
-    """Whether an operation makes numbers, of a floating dtype."""
+    """Returns whether an operation computes one floating array, of over 8 bits."""
     known = properties(equation.primitive.name)
     if known.moves or known.joins or known.is_free:
         return False
@@ -152,7 +153,7 @@ def _is_computed(equation: JaxprEqn) -> bool:
 
 
 def reversed_sums(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-    """The operands of an operation that sums, the last summand first."""
+    """Returns the operands of an operation, the last summand first if it sums."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         pairs = params["dimension_numbers"][0]
@@ -163,21 +164,21 @@ def reversed_sums(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArr
 
 
 def _reversed(x: AnyArray, axes: Sequence[Any]) -> AnyArray:
-    # XLA takes the reversal of both operands back, unless it cannot see it.
+    # The barrier keeps XLA from undoing the reversal of both operands.
     return lax.optimization_barrier(lax.rev(x, [*map(int, axes)])) if axes else x
 
 
 def anchors_of(
     closed: ClosedJaxpr, tags: Sequence[Source]
 ) -> dict[Anchor, tuple[Found, tuple[int, ...]]]:
-    """The anchors of a program in their order, each with the shape of its record."""
+    """Returns the anchors of a program in order, each with its record's shape."""
     probe = Collect()
 
     keys: list[Any] = []
 
     def keyed(*arrays: AnyArray) -> list[PyTree]:
         _, records = probed(closed, probe, arrays, tags)
-        # Set while JAX traces: records have keys, and results only an order.
+        # Set while JAX traces: records have keys, but results only an order.
         keys[:] = records
         return list(records.values())
 
@@ -192,7 +193,7 @@ def common_layers(
     first: dict[Anchor, tuple[Found, tuple[int, ...]]],
     second: dict[Anchor, tuple[Found, tuple[int, ...]]],
 ) -> list[tuple[str, Anchor, Found]]:
-    """The last common anchor of each layer, with the layer's name, in their order."""
+    """Returns each layer's name and last common anchor, in order."""
     numbers = [Counter(_kind(anchor) for anchor in some) for some in (first, second)]
 
     def is_common(anchor: Anchor) -> bool:
@@ -212,7 +213,7 @@ def common_layers(
 
 
 def _groups(anchors: Iterable[Anchor]) -> Iterator[list[Anchor]]:
-    """What comes from one scope, until something of it comes again: a layer each."""
+    """Yields the anchors of each layer: one scope, until an operation repeats."""
     group: list[Anchor] = []
     for anchor in anchors:
         is_again = any(_kind(anchor) == _kind(other) for other in group)
@@ -229,7 +230,7 @@ def _kind(anchor: Anchor) -> Anchor:
 
 
 def _layer(paths: Sequence[str]) -> str:
-    """The name of the layer whose weights these are: `blocks[0].fc1`."""
+    """Returns the name of the layer with these weights: `blocks[0].fc1`."""
     parts = [path.split(".") for path in dict.fromkeys(paths)]
     if not parts:
         return ""
@@ -239,7 +240,7 @@ def _layer(paths: Sequence[str]) -> str:
     return ".".join(group[0] for group in same)
 
 
-# ----------------------------------------------------------------------------
+# --- The comparison -------------------------------------------------------------------
 
 CALL = "`mpx.compare(reference, func)`"
 
@@ -343,7 +344,7 @@ def compare(
 
 
 def _name(func: object) -> str:
-    """The name of a function with its precision."""
+    """Returns the name of a function with its precision."""
     settings = settings_of(func)
     if settings is None or not settings.is_enabled:
         return name_of(func)
@@ -377,7 +378,7 @@ def _scaling_of(
 
 
 class _Side:
-    """One of the two: its program, and what is known of it without running it."""
+    """One of the two functions: its program, and what is known without running it."""
 
     def __init__(self, func: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
         self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
@@ -396,15 +397,15 @@ class _Side:
         wanted: frozenset[Anchor],
         reverses: bool = False,
     ) -> tuple[list[AnyArray], Records]:
-        """The loss, the gradients and the activations."""
+        """Returns the loss, the gradients and the activations."""
         probe = Collect(wanted, reverses=reverses)
         return probed(self.traced.jaxpr, probe, arrays, self.tags)
 
 
 def _weight_name(path: str) -> str:
-    """The path in the first argument: `[0].blocks[1].weight`; "" of what is in others.
+    """Returns the path in the first argument, "" for leaves of other arguments.
 
-    The arguments of the loss are one argument of what is traced, a tuple.
+    `[0].blocks[1].weight` gives `blocks[1].weight`: the loss's arguments are one tuple.
     """
     return path.removeprefix("[0]").removeprefix(".") if path[:3] == "[0]" else ""
 
@@ -417,7 +418,7 @@ def _compared(
 
     @jax.jit
     def measure(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> PyTree:
-        """The losses, and the sums of all pairs."""
+        """Returns the losses, and the sums of all pairs."""
         pairs = [first.run(a, wanted), second.run(b, wanted)]
         if floor:
             pairs.append(first.run(a, wanted, reverses=True))
@@ -462,7 +463,7 @@ def _sums_by_turn(found: Found, a: AnyArray, b: AnyArray) -> Sums:
 
 
 def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closeness]:
-    """One for each turn of the loops around a layer."""
+    """Returns one for each iteration of the loops around a layer."""
     turns = itertools.product(*map(range, np.shape(pairs[0].signal)))
     return [
         _closeness(
@@ -480,7 +481,7 @@ def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closenes
 def _closeness(
     name: str, kind: str, pairs: Sequence[Sums], turn: tuple[int, ...], **place: str
 ) -> Closeness:
-    """From the sums of the two functions, and those of the floor if there is one."""
+    """Computes closeness from the sums of the functions and, if any, of the floor."""
     here, *floors = (Sums(*(np.asarray(x)[turn] for x in pair)) for pair in pairs)
     lowest = float(snr_of(floors[0])) if floors else None
     snr, cosine = float(snr_of(here)), float(cosine_of(here))
@@ -488,7 +489,7 @@ def _closeness(
 
 
 def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
-    """With numbers behind names that come again."""
+    """Adds numbers to repeated names."""
     names = numbered((each.name, None) for each in some)
     pairs = zip(some, names, strict=True)
     return tuple(dataclasses.replace(each, name=name) for each, name in pairs)

@@ -1,4 +1,4 @@
-"""What `mpx.compare` found, as data and as a table; and claims about it."""
+"""The result of `mpx.compare`, as data and as a table; and claims about it."""
 
 import dataclasses
 import math
@@ -13,20 +13,21 @@ from jaxtyping import Array, Float
 from ..._base.errors import describe
 from ..._base.typing import AnyArray
 from .._expect import ContractError, Violation
+from .._report_files import aligned, cut, widths_of
 
-# ----------------------------------------------------------------------------
-# How close two arrays are: signal to noise, and the cosine of their angle.
+# --- Closeness of two arrays: signal to noise, and cosine -----------------------------
 
+# unsure: half of float32's 140 dB, less a margin; not calibrated on models
 NOISE = 60.0
 """In dB. Float32 has seven digits, 140 dB. Of a value that loses more than half of them
 when it is summed in another order, another precision says nothing."""
 
 
 class Sums(NamedTuple):
-    """Sums over a pair of arrays, one for each turn of a loop that they come from.
+    """Sums over a pair of arrays, one for each iteration of the loops around them.
 
-    All are of the numbers divided by the largest magnitude of the first array, whose
-    square float32 might not hold.
+    Values are divided by the largest magnitude of the first array, whose square float32
+    might not hold.
     """
 
     signal: Float[Array, "..."]
@@ -42,9 +43,9 @@ class Sums(NamedTuple):
 
 
 def sums(a: AnyArray, b: AnyArray, axes: int = 0) -> Sums:
-    """The sums over a pair of arrays, but for the first axes.
+    """Returns the sums over a pair of arrays, except over the first axes.
 
-    A number that is infinite in both, such as a mask, is left out.
+    Values that are infinite in both, such as a mask, are excluded.
     """
     wide = jnp.promote_types(jnp.float32, a.dtype)
     a, b = a.astype(wide), b.astype(wide)
@@ -105,7 +106,7 @@ class Closeness:
 
 
 def snr_of(sums: Sums) -> np.ndarray:
-    """Signal to noise in dB."""
+    """Returns the signal to noise in dB."""
     signal, noise, broken = (np.asarray(x, np.float64) for x in (*sums[:2], sums[4]))
     with np.errstate(divide="ignore", invalid="ignore"):
         found = 10 * np.log10(signal / noise)
@@ -114,7 +115,7 @@ def snr_of(sums: Sums) -> np.ndarray:
 
 
 def cosine_of(sums: Sums) -> np.ndarray:
-    """The cosine of the angle between two arrays."""
+    """Returns the cosine of the angle between two arrays."""
     signal, other, product = (
         np.asarray(x, np.float64) for x in (sums.signal, sums.other, sums.product)
     )
@@ -124,7 +125,7 @@ def cosine_of(sums: Sums) -> np.ndarray:
 
 
 def decibels(snr: float | None) -> str:
-    """`48.1`; `equal` without noise."""
+    """Returns text such as `48.1`; `equal` without noise, `broken` if non-finite."""
     if snr is None:
         return ""
     if math.isinf(snr):
@@ -132,36 +133,29 @@ def decibels(snr: float | None) -> str:
     return f"{snr:.1f}"
 
 
-# ----------------------------------------------------------------------------
-# A table whose first column gives way where there is no room for all.
+# --- A table whose first column shrinks to fit ----------------------------------------
 
 
 def table(
     rows: Sequence[Sequence[str]], width: int, least: int, *, ends_with_text: bool
 ) -> list[str]:
-    """The lines of a table, numbers to the right.
+    """Returns the lines of a table, with numbers aligned to the right.
 
     Args:
-        rows: The cells, the head first; of equal numbers.
-        width: How wide a line may be.
-        least: How wide the first column is at least, if it needs to be.
+        rows: The cells, the head first; each row has the same number.
+        width: The largest width of a line.
+        least: The smallest width of the first column, if its text needs it.
         ends_with_text: Whether the last column is text, and not a number.
     """
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(width - sum(sizes[1:]) - 2 * (len(sizes) - 1), least)
-    first = min(sizes[0], room)
-    lines = []
-    for name, *cells in rows:
-        found = [x.rjust(n) for x, n in zip(cells, sizes[1:], strict=True)]
-        if ends_with_text:
-            found[-1] = cells[-1]
-        line = "  ".join([_cut(name, first).ljust(first), *found])
-        lines.append(line.rstrip()[:width])
-    return lines
+    first, *others = widths_of(rows)
+    room = max(width - sum(others) - 2 * len(others), least)
+    short = [(cut(x, min(first, room), False, "…"), *cells) for x, *cells in rows]
+    texts = (0, len(others)) if ends_with_text else (0,)
+    return [line[:width] for line in aligned(short, texts)]
 
 
 def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
-    """Names with numbers behind those that come again of the same kind."""
+    """Returns names, with numbers added to those that repeat in the same kind."""
     seen: Counter[tuple[str, object]] = Counter()
     found = []
     for name in names:
@@ -170,12 +164,7 @@ def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
     return found
 
 
-def _cut(text: str, size: int) -> str:
-    """The end of a path says more than its beginning."""
-    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
-
-
-# ----------------------------------------------------------------------------
+# --- The report of a comparison -------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""`mpx.monitor`: a step that also says how large the numbers in it are."""
+"""`mpx.monitor`: a step that also returns statistics of its matmul operands.
+
+A probe (`mpx._program`) follows sources (`_trace`) and counts each operand once, before
+quantization; weights that are arguments are counted outside of loops.
+"""
 
 import contextlib
 import dataclasses
@@ -21,6 +25,7 @@ from ..._program import (
     Tagged,
     divide,
     is_array_or_type,
+    is_matmul,
     is_multiplication,
     probed,
 )
@@ -38,7 +43,7 @@ from ._statistics import (
     sampled,
     tensor_statistics,
 )
-from ._trace import Source, SourceProbe, is_product, phase_of, where
+from ._trace import Source, SourceProbe, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -137,11 +142,11 @@ class _Monitor:
         self.formats, self.sample = formats, sample
         self._func, (self._inside, self._wrap) = func, unwrapped(func)
         self._said = said
-        # No dictionary: leaves that are no arrays need not have a hash.
+        # Not a dict: non-array leaves may be unhashable.
         self._made: list[tuple[Form, tuple[Aval, ...], _Program]] = []
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Statistics]:
-        """The result, and the statistics."""
+        """Returns the result and the statistics."""
         arrays, form = divide((self._inside, args, kwargs))
         types = tuple(map(jax.typeof, arrays))
         for known, its_types, program in self._made:
@@ -152,7 +157,7 @@ class _Monitor:
         return program(inputs)
 
     def trace(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Traced:
-        """The program for these arguments, as `jax.jit(func).trace` gives one."""
+        """Returns the program for these arguments, as `jax.jit(func).trace` does."""
         program, inputs = self._program(args, kwargs)
         return program.trace(inputs)
 
@@ -171,9 +176,9 @@ class _Monitor:
 def _default_weights(
     func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[int | str, ...]:
-    """The arguments with the weights, where the user does not set them.
+    """Returns the arguments with the weights, if the user does not set them.
 
-    Of `step(loss, model, batch)` it is the second: a function has no floating array.
+    For `step(loss, model, batch)` it is the second: a function has no floating array.
     """
     if getattr(func, MARK, None) is not None:
         return weights_of(func)
@@ -188,7 +193,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 class _Program:
-    """A traced function with counts beside its results."""
+    """A traced function that also returns counts."""
 
     def __init__(
         self, traced: Traced, formats: tuple[AskedFormat, ...], sample: int
@@ -221,7 +226,7 @@ class _Program:
                 f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to "
                 "count."
             )
-        # Set while JAX traces: what the numbers that the program gives are of.
+        # Set while JAX traces: the operands of the counts that the program returns.
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
         unseen = probe.unseen.items()
         self._uncounted = tuple(name for key, name in unseen if key not in records)
@@ -248,16 +253,16 @@ class _Program:
 
 @dataclasses.dataclass
 class _Row:
-    """An operand that is counted.
+    """A counted operand.
 
     Attributes:
-        kind: What it is.
-        dtype: Its dtype; "" of an argument that is met quantized only.
-        axis: The axis that products contract.
-        products: For each product that it is an operand of: its layer, if it has a
-            weight, its place, and the keys of its other operands.
-        turns: Of a weight, how many axes are those of loops.
-        is_whole_weight: Whether it is an argument, to be counted outside of loops.
+        kind: Its kind.
+        dtype: Its dtype; "" for an argument that was met quantized only.
+        axis: The axis that matmuls contract.
+        products: The layer (if any), scopes and other operands' keys of each matmul
+            with it.
+        turns: For a weight, the number of leading axes that loops iterate over.
+        is_whole_weight: Whether it is an argument, which is counted outside of loops.
     """
 
     kind: Role
@@ -271,42 +276,42 @@ class _Row:
 
 
 class _Counts(SourceProbe):
-    """Counts the numbers of each operand of a product, once."""
+    """Counts the values of each operand of a matmul, once."""
 
     def __init__(self, formats: tuple[AskedFormat, ...], sample: int) -> None:
         super().__init__()
         self._sample = sample
         self.rows: dict[Hashable, _Row] = {}
-        # Operands whose source is out of sight, by name.
+        # The names of operands whose source is unknown here.
         self.unseen: dict[Hashable, str] = {}
         self._formats = formats
-        # By source, and by how many loops have cut it: a layer is not the whole.
+        # By source, and by the number of loops that cut it into layers.
         self._arrays: dict[tuple[Hashable, int], AnyArray] = {}
         self._counted: frozenset[Hashable] = frozenset()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
-        """What a loop carries is computed anew in each turn; a weight it may be."""
+        """Returns a weight's own source; a new one for other carries, which change."""
         if tag.kind is Role.WEIGHT:
             return tag
         is_backward = phase_of(equation, place) == "backward"
         return self.new(Role.GRADIENT if is_backward else Role.INPUT)
 
     def cut(self, tag: Source) -> Source:
-        """A layer of a stacked weight."""
+        """Returns the source of a layer of a stacked weight."""
         return dataclasses.replace(tag, turns=tag.turns + 1)
 
     def stacked(self, tag: Source) -> Source:
-        """What the backward pass gets of the forward pass is counted there."""
+        """Returns the source of stacked residuals, which the forward pass counted."""
         return dataclasses.replace(tag, turns=max(tag.turns - 1, 0))
 
     def meet(self, values: Sequence[Tagged]) -> None:
-        """Keeps sources, to count what a recipe quantizes as it was before."""
+        """Keeps sources, to count quantized operands as they were before."""
         for value in values:
             if not value.tag.is_quantized:
                 self._arrays[_key(value.tag), value.tag.turns] = value.array
 
     def keep(self, records: Records, found: Records) -> None:
-        """What two conditionals count may be zeros in either, of a branch not taken."""
+        """Adds records by maximum: a conditional records 0 for branches not taken."""
         for key, now in found.items():
             if key in records and records[key].shape == now.shape:
                 now = jnp.maximum(records[key], now)
@@ -314,7 +319,7 @@ class _Counts(SourceProbe):
 
     @contextlib.contextmanager
     def inside(self, *, is_apart: bool = False) -> Iterator[None]:
-        """Sources of outside are sources inside, and not the other way round."""
+        """Makes sources of outside known inside, and not the other way round."""
         before = self._arrays
         self._arrays = {} if is_apart else dict(before)
         try:
@@ -324,10 +329,10 @@ class _Counts(SourceProbe):
 
     @contextlib.contextmanager
     def branches(self) -> Iterator[Callable[[], None]]:
-        """Each counts for itself.
+        """Lets each branch count for itself.
 
-        What some of them do not count is counted again behind them, unless it was made
-        in there.
+        An operand that some branch does not count is counted again after all of them,
+        unless it was made inside.
         """
         before, outside = self._counted, {key for key, _ in self._arrays}
         by_branch: list[frozenset[Hashable]] = []
@@ -343,7 +348,7 @@ class _Counts(SourceProbe):
         self._counted = before.union(frozenset.intersection(*found), made)
 
     def join(self, before: AnyArray, now: AnyArray) -> AnyArray:
-        """Turns of a `while` loop are counted together."""
+        """Combines the counts of the iterations of a `while` loop."""
         return joined(before, now)
 
     def observe(
@@ -353,8 +358,8 @@ class _Counts(SourceProbe):
         operands: Sequence[Tagged],
         results: Sequence[Tagged],
     ) -> Records:
-        """The counts of the operands of a product that are not counted yet."""
-        if not is_product(equation) or is_multiplication(equation):
+        """Returns the counts of a matmul's operands that are not counted yet."""
+        if not is_matmul(equation) or is_multiplication(equation):
             return {}
         pair = operands[:2]
         layer = next((v.tag.path for v in pair if v.tag.path), "")
@@ -382,7 +387,7 @@ class _Counts(SourceProbe):
         is_weight = tag.is_argument and tag.kind is Role.WEIGHT and key == tag.key
         row = _Row(tag.kind, dtype, axis, tag.turns, is_weight)
         if not is_weight and array is None:
-            # No row is better than one of other numbers.
+            # No row is better than a row of other values.
             self.unseen.setdefault(key, f"{name}/{tag.kind.value}")
             return {}
         self._counted |= {key}
@@ -399,12 +404,12 @@ def _is_real(array: AnyArray) -> bool:
 
 
 def _key(tag: Source) -> Hashable:
-    # A part has other numbers than the whole; two parts are not told apart.
+    # A part differs from the whole; two parts of one shape are not distinguished.
     return tag.key if tag.part is None else (tag.key, tag.part)
 
 
 def _contracted(equation: JaxprEqn, number: int) -> int:
-    """The axis of an operand that a product sums over, which blocks lie along."""
+    """Returns the axis of an operand that a matmul sums over, which has the blocks."""
     dimensions = equation.params.get("dimension_numbers")
     if equation.primitive.name != "dot_general" or dimensions is None:
         return -1
@@ -413,7 +418,7 @@ def _contracted(equation: JaxprEqn, number: int) -> int:
 
 
 def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> AnyArray:
-    """The counts of an argument, layer by layer where a loop cuts it."""
+    """Returns the counts of an argument, layer by layer if a loop cuts it."""
     count = lambda x: counts(x, Role.WEIGHT, row.axis, formats)  # noqa: E731
     for _ in range(row.turns):
         count = jax.vmap(count)
@@ -421,10 +426,10 @@ def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> An
 
 
 def _layers(rows: dict[Hashable, _Row]) -> dict[Hashable, str]:
-    """A name for each operand, by the weight that it meets; unique for its kind."""
+    """Returns a name for each operand by the weight it meets; unique for its kind."""
     names = {key: _own_layer(row) for key, row in rows.items()}
     for key, row in rows.items():
-        if not names[key]:  # the gradient that meets only the input
+        if not names[key]:  # a gradient that meets only the input
             others = [k for *_, keys in row.products for k in keys]
             known = [names[k] for k in others if names.get(k)]
             names[key] = known[0] if known else row.products[0][1]

@@ -1,4 +1,4 @@
-"""The statistics of a step as a table, as records, and as advice."""
+"""The statistics of a step as a table, records, advice, and a picture over time."""
 
 import dataclasses
 import math
@@ -17,8 +17,10 @@ from ..._loss_scaling import AbstractLossScaling
 from ._comparison import decibels, table
 from ._statistics import TensorStatistics
 
-# What a layer loses at most in a format that it would bear. E4M3 keeps 31 dB of normal
-# numbers, E5M2 25 dB, E2M1 in blocks 20 dB (uniform rounding of their mantissas).
+# The limits of a layer that tolerates a format. E4M3 keeps 31 dB of normal numbers,
+# E5M2 25 dB, E2M1 in blocks 20 dB (uniform rounding of their mantissas).
+# unsure: 18 dB is below every format's own noise; no training shows that such a layer
+# learns as well
 LEAST_SNR = 18.0
 MOST_FLUSHED = 0.01
 # Within a factor of this of the largest number, the next step may overflow.
@@ -56,7 +58,7 @@ class Statistics:
         return cls(tuple(rows), bits, recipe_amaxes(result), uncounted)
 
     def __getitem__(self, name: str) -> TensorStatistics:
-        """The row of this name, `blocks[0].fc1.weight/input`."""
+        """Returns the row of this name, such as `blocks[0].fc1.weight/input`."""
         return next(row for row in self.rows if row.name == name)
 
     def records(self) -> dict[str, float]:
@@ -127,7 +129,7 @@ class Statistics:
 
 
 def recipe_amaxes(tree: PyTree) -> dict[str, tuple[float, float, float]]:
-    """The newest amaxes of recipes in a tree, by slot; those of all turns together."""
+    """Returns the newest amaxes of recipes in a tree by slot, iterations joined."""
     is_scaling = lambda node: isinstance(node, AbstractLossScaling)  # noqa: E731
     found: dict[str, tuple[float, float, float]] = {}
     for node in jax.tree.leaves(tree, is_leaf=is_scaling):
@@ -144,11 +146,11 @@ def _has_weight(rows: Sequence[TensorStatistics]) -> bool:
 
 
 def _may_get(rows: Sequence[TensorStatistics], name: str, bits: int) -> bool:
-    """Whether a format is another one for a layer, and of no more bits than it has."""
+    """Returns whether a format differs from a layer's and has no more bits."""
     dtypes = {row.dtype for row in rows if row.kind != "weight"}
     dtypes = dtypes or {row.dtype for row in rows}
     present = max(jnp.finfo(dtype).bits for dtype in dtypes)
-    # float16 may be asked for a layer in bfloat16, which has as many.
+    # float16 may be requested for a layer in bfloat16, which has as many bits.
     return present > bits or (present == bits == 16 and dtypes != {name})
 
 
@@ -191,7 +193,7 @@ _SHORT = (("Float8", "FP8 "), ("BlockScaling", " block"), ("Scaling", ""))
 
 
 def _short(name: str) -> str:
-    """The head of a column."""
+    """Returns the head of a column."""
     short = name.replace("float8_", "").replace("Quantizer", "")
     for long, text in _SHORT:
         short = short.replace(long, text)
@@ -199,8 +201,8 @@ def _short(name: str) -> str:
 
 
 def _readable(path: str) -> str:
-    """A path as one would say it: `blocks.0.fc1/input`, without what is around it."""
-    # An NNX state's arrays are the `.value` of a variable, which has the name.
+    """Returns a path in readable form, `blocks.0.fc1/input`, without quotes."""
+    # An NNX state's array is the `.value` of a variable, which has the name.
     whole = re.sub(r"(?<='\])\.value(?=/| #|$)", "", path)
     return re.sub(r"\['([^']*)'\]", r".\1", whole).lstrip(".")
 
@@ -213,8 +215,7 @@ def _wrapped(lines: Sequence[str], width: int) -> list[str]:
     ]
 
 
-# ----------------------------------------------------------------------------
-# The statistics of a run over time as a picture: layers by steps.
+# --- Statistics over time: layers by steps --------------------------------------------
 
 _WHOLE = ("amax", "rms", "zeros")
 _OF_FORMAT = ("snr", "flushed", "above", "below")
@@ -302,9 +303,9 @@ def heat_map(
 
 
 def _by_layer(seen: Statistics, kind: str) -> Iterator[tuple[str, TensorStatistics]]:
-    """The rows of a kind by layer; a turn of a loop over stacked weights is one.
+    """Yields rows of a kind by layer; each iteration over stacked weights is a layer.
 
-    Not so a turn of other loops: over time, or over micro-batches.
+    Iterations of other loops are not: over time, or over micro-batches.
     """
     stacked = {r.layer: len(r.turns) for r in seen.rows if r.kind == "weight"}
     for row in seen.rows:
@@ -324,12 +325,12 @@ def _drawn(
     title: str,
     is_share: bool,
 ) -> Any:
-    # Not pyplot, which keeps every figure and wants a display.
+    # Not pyplot, which keeps every figure and needs a display.
     from matplotlib.figure import Figure
 
     height = 1.2 + 0.22 * len(layers)
     figure = Figure(figsize=(8, height), layout="constrained")
-    # Of equal numbers matplotlib would make a range around them, below 0, too.
+    # For equal values matplotlib would choose a range around them, also below 0.
     ends = (0, np.nanmax(numbers) or 1) if is_share else (None, None)
     axes = figure.subplots()
     image = axes.imshow(

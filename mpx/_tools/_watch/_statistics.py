@@ -1,4 +1,4 @@
-"""What `mpx.monitor` counts: of each operand of a product, in each format asked for."""
+"""The statistics of `mpx.monitor`: each matmul operand in each requested format."""
 
 import dataclasses
 import functools
@@ -23,8 +23,7 @@ from ..._quantize import (
     quantize_dequantize,
 )
 
-# ----------------------------------------------------------------------------
-# Formats that are asked for, and what is left of an array in each.
+# --- Requested formats, and their rounding losses -------------------------------------
 #
 # Rounding is arithmetic, as in the recipes' emulation: a compiler may drop a pair of
 # casts (float32 to float16 and back).
@@ -35,7 +34,7 @@ Asked = DTypeLike | Format | AbstractQuantizer | AbstractRecipe
 
 
 class RoundingLoss(NamedTuple):
-    """What a format leaves of each number of an array: 0 or 1, and what is lost."""
+    """The loss of each value of an array in a format: flags 0 or 1, and its error."""
 
     above: Float[Array, "..."]
     """Whether it is beyond the largest number of the format."""
@@ -49,12 +48,12 @@ class RoundingLoss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AskedFormat:
-    """A format, as it was asked for.
+    """A requested format.
 
     Attributes:
-        name: What it is called in tables and records.
-        bits: How many bits a number has.
-        kept: `kept(x, kind, axis)`: what it leaves of an array of float32.
+        name: Its name in tables and records.
+        bits: The number of bits of a value.
+        kept: `kept(x, kind, axis)` returns its losses of a float32 array.
     """
 
     name: str
@@ -63,7 +62,7 @@ class AskedFormat:
 
 
 def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
-    """Reads what a user asks for, one format or several."""
+    """Reads the formats that a user requests, one or several."""
     is_several = isinstance(formats, list | tuple)
     found = tuple(map(_asked, formats if is_several else (formats,)))
     names = [each.name for each in found]
@@ -103,7 +102,7 @@ def _of_format(format: Format) -> AskedFormat:
 
 
 def _plain(name: str, dtype: Callable[[Role], np.dtype]) -> AskedFormat:
-    """Numbers as they are, cast without a scale."""
+    """Makes a format of unscaled values."""
 
     def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
         info = jnp.finfo(dtype(kind))
@@ -121,27 +120,27 @@ def _plain(name: str, dtype: Callable[[Role], np.dtype]) -> AskedFormat:
 
 
 def round_to(size: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
-    r"""The nearest numbers of a dtype to magnitudes, ties to even, in float32.
+    r"""Rounds magnitudes to a dtype, to nearest, ties to even, in float32.
 
     With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
-    float32 rounds it as the format would, and the difference is exact.
-    Steps of $d$ for all formats would be one way less, and 10 % more traffic of a
-    monitored GPT (`python -m benchmarks monitor`). What is too large for a dtype of 16
-    bits is infinite, and of fewer the largest number. Subnormal numbers of bfloat16 are
+    float32 rounds it as the format would, and the difference is exact. Steps of $d$ for
+    all formats would save a branch, but cost 10 % more memory traffic of a monitored
+    GPT (`python -m benchmarks monitor`). Values too large for a 16-bit dtype become
+    infinite, for a smaller dtype its largest number. Subnormal numbers of bfloat16 are
     those of float32, which devices flush.
     """
     info = jnp.finfo(dtype)
     largest = float(info.max)
     bits = lax.bitcast_convert_type(size, jnp.uint32) >> 23
     lowest = max(127 + info.minexp, info.nmant + 1)
-    # From this exponent on all are beyond the largest number.
+    # All values from this exponent on are beyond the largest number.
     highest = math.frexp(largest)[1] + 127
     exponent = jnp.clip(bits.astype(jnp.int32), lowest, highest)
     shift = 23 - info.nmant
     if highest + shift < 255:
         large = power_of_two(exponent + shift)
         rounded = (size + large) - large
-    else:  # of bfloat16 that would be infinite
+    else:  # for bfloat16 the sum would be infinite
         distance_exponent = exponent - info.nmant
         steps = size * power_of_two(254 - distance_exponent)
         steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
@@ -157,18 +156,18 @@ def _flag(flags: Array) -> Array:
 def _of_quantizer(
     name: str, quantizer: Callable[[Role], AbstractQuantizer | None]
 ) -> AskedFormat:
-    """Numbers with the scales that a quantizer finds for them."""
+    """Makes a format of values with the scales that a quantizer finds for them."""
 
     def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
         found = quantizer(kind)
         zero = jnp.zeros_like(x)
-        if found is None:  # stays as it is
+        if found is None:  # not quantized
             return RoundingLoss(zero, zero, zero, zero)
         if found.stochastic_rounding:
             found = dataclasses.replace(found, stochastic_rounding=False)
         padded, axes = _in_blocks(x, found, axis)
         rounded = quantize_dequantize(padded, found, axis=axes)
-        # Without the axis that made blocks of a vector, and what filled them up.
+        # Removes the padding, and the axis that made blocks of a vector.
         rounded = rounded.reshape(rounded.shape[rounded.ndim - x.ndim :])
         rounded = rounded[tuple(map(slice, x.shape))]
         lost, size = jnp.abs(x - rounded), jnp.abs(x)
@@ -188,7 +187,7 @@ def _of_quantizer(
 def _in_blocks(
     x: Array, quantizer: AbstractQuantizer, axis: int
 ) -> tuple[Array, int | tuple[int, ...]]:
-    """An array that divides into blocks, filled up with zeros, and their axes."""
+    """Returns an array padded with zeros to whole blocks, and the blocks' axes."""
     dimensions = quantizer.block_dimensions
     if not dimensions:
         return x, axis
@@ -205,13 +204,13 @@ def _mantissa_bits(quantizer: AbstractQuantizer) -> int:
     return jnp.finfo(getattr(quantizer, "format", Format.E4M3).forward.dtype).nmant
 
 
-# ----------------------------------------------------------------------------
-
-# A vector of counts: of all numbers first, then of each format. float32 holds squares
-# of 1e-19 to 1e19 only. So those of large and of small numbers are summed apart, each
-# brought nearer to 1 before: 1e-34 to 1e34 in one pass (J. L. Blue, "A portable Fortran
-# program to find the Euclidean norm of a vector", 1978). A unit found before, of a few
-# rows, moves 3 % of a step less, and misses what they lack.
+# --- Counts ---------------------------------------------------------------------------
+#
+# A vector of counts: those of all values first, then those of each format. float32
+# holds squares of 1e-19 to 1e19 only. So the squares of large and of small values are
+# summed separately, each scaled towards 1 first: 1e-34 to 1e34 in one pass (J. L. Blue,
+# "A portable Fortran program to find the Euclidean norm of a vector", 1978). A unit
+# taken from a few rows moves 3 % of a step less, but misses the other rows.
 _COUNTS = ("amax", "size", "zeros", "broken", "large", "small")
 _OF_A_FORMAT = ("above", "below", "flushed", "large", "small")
 _SHRUNK, _GROWN = 2.0**-50, 2.0**50
@@ -220,7 +219,7 @@ _SHRUNK, _GROWN = 2.0**-50, 2.0**50
 def counts(
     x: Array, kind: Role, axis: int, formats: Sequence[AskedFormat]
 ) -> Float[Array, " n"]:
-    """The counts of an array, to be joined with those of others by `joined`."""
+    """Returns the counts of an array; `joined` combines those of several."""
     x = jnp.asarray(x).astype(jnp.float32)
     is_fine = jnp.isfinite(x)
     fine = jnp.where(is_fine, x, jnp.float32(0))
@@ -234,16 +233,16 @@ def counts(
 
 
 def _squares(size: Array) -> tuple[Array, Array]:
-    """The squares of large numbers, and of small ones, where float32 holds them."""
+    """Returns squares of large and of small values, scaled to float32's range."""
     is_large, none = size >= 1, jnp.zeros_like(size)
     large = jnp.where(is_large, size * _SHRUNK, none)
     return large * large, jnp.square(jnp.where(is_large, none, size * _GROWN))
 
 
 def _reduced(arrays: Sequence[Array]) -> list[Array]:
-    """The maximum of the first array, and the sums of the others.
+    """Returns the maximum of the first array, and the sums of the others.
 
-    By one reduction: of several, XLA (jaxlib 0.10.2, November 2026) makes a pass over
+    In one reduction: for several, XLA (jaxlib 0.10.2, November 2026) makes a pass over
     the operand for each (a ViT compiled for an H100).
     """
 
@@ -257,9 +256,9 @@ def _reduced(arrays: Sequence[Array]) -> list[Array]:
 
 
 def sampled(x: AnyArray, sample: int) -> AnyArray:
-    """One row in so many, along the last axis but one, the rows of a product.
+    """Returns every `sample`-th row, along the second-to-last axis, a matmul's rows.
 
-    So a batch, which is the first axis, may lie in parts on several devices.
+    The batch, which is the first axis, may be sharded over devices.
     """
     if jnp.ndim(x) < 2 or x.shape[-2] < 2 * sample:
         return x
@@ -267,7 +266,7 @@ def sampled(x: AnyArray, sample: int) -> AnyArray:
 
 
 def joined(a: AnyArray, b: AnyArray) -> AnyArray:
-    """The counts of two arrays together: the larger amax, and sums."""
+    """Combines the counts of two arrays: the larger amax, and sums."""
     return jnp.concatenate([jnp.maximum(a[..., :1], b[..., :1]), (a + b)[..., 1:]], -1)
 
 
@@ -339,7 +338,7 @@ def tensor_statistics(
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics | None:
-    """Reads counts, stacked by turns or not; None of an operand that was not met."""
+    """Reads counts, stacked by iteration or not; None if nothing was counted."""
     found = np.asarray(found, np.float64)
     make = functools.partial(
         _read, layer=layer, kind=kind, dtype=dtype, formats=formats
@@ -387,7 +386,7 @@ def _read(
 
 
 def _sum(large: float, small: float) -> float:
-    """The sum of squares, which float64 holds."""
+    """Returns the unscaled sum of squares, which float64 holds."""
     return large / _SHRUNK**2 + small / _GROWN**2
 
 

@@ -1,7 +1,7 @@
-"""What is known of values as a program is traced: where they come from, what they are.
+"""The sources of values, known while a program is traced.
 
-A *source* is a value before it was moved, cast or quantized. Operands of products that
-have one source are one array to whom asks how large its numbers are.
+A *source* is a value before it was moved, cast or quantized. Operands of matmuls with
+the same source count as one array.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ from jax.extend.core import JaxprEqn
 
 from ..._base.typing import AnyArray, Shape
 from ..._program import (
-    Flops,
     Location,
     PrimitiveClass,
     Probe,
     Tagged,
     aval_of,
     count,
+    is_matmul,
     properties,
     scopes,
 )
@@ -30,22 +30,21 @@ from .._inspect import function_path, innermost_note, line_text, phase, scope_pa
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a value comes from.
+    """The source of a value.
 
     Attributes:
-        key: Tells sources apart.
-        kind: What it is: an input is made in the forward pass, of data, and a gradient
-            in the backward pass. A weight is an argument that is trained, moved and
-            cast but not computed with.
-        path: Of a weight its path; of several in one array that of the first.
-        is_constant: Whether it stands in the program, or is made of nothing.
+        key: Identifies the source.
+        kind: An input is computed in the forward pass, from data; a gradient in the
+            backward pass. A weight is a trained argument, only moved and cast.
+        path: The path of a weight; of the first if several were joined into one array.
+        is_constant: Whether it is a constant of the program, or has no operands.
         is_argument: Whether it is an argument of the program.
-        part: The shape of a part of its source; None of all of it.
+        part: The shape, if it is a part of its source; None for the whole.
         is_quantized: Whether a recipe has quantized it since.
         is_aside: Whether it is a scale, an amax or noise of a recipe.
-        is_again: Whether it was computed again, as a checkpoint does.
-        is_made: Whether a product gave it as it is: a recipe scales that back.
-        turns: Of a weight by how many scans it was cut into layers.
+        is_again: Whether it was recomputed, as by a checkpoint.
+        is_made: Whether a matmul returned it directly; a recipe scales that back.
+        turns: The number of scans that have cut a weight into layers.
     """
 
     key: Hashable
@@ -68,17 +67,17 @@ class SourceProbe(Probe):
         self._numbers = itertools.count()
 
     def new(self, kind: Role, path: str = "", is_argument: bool = False) -> Source:
-        """A source of its own."""
+        """Returns a new source."""
         return Source(next(self._numbers), kind, path, is_argument)
 
     def constant(self, array: object) -> Source:
-        """The source of a literal, or of an array that the program holds."""
+        """Returns the source of a literal or constant of the program."""
         return Source(next(self._numbers), Role.INPUT, is_constant=True)
 
     def transfer(
         self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
     ) -> list[Source]:
-        """The sources of the results of an operation."""
+        """Returns the sources of the results of an operation."""
         results = len(equation.outvars)
         if equation.primitive.name == "optimization_barrier":
             return [value.tag for value in operands]
@@ -100,16 +99,16 @@ class SourceProbe(Probe):
             is_constant=followed is not None or not operands,
             is_aside=is_low and _is_aside(equation, arrays),
             is_again=phase == "recompute",
-            is_made=is_product(equation),
+            is_made=is_matmul(equation),
         )
         return [
             dataclasses.replace(made, key=next(self._numbers)) for _ in range(results)
         ]
 
     def chosen(self, tags: Sequence[Source]) -> Source:
-        """The source of what all branches give, or else a source of its own.
+        """Returns the common source of all branches, or else a new one.
 
-        Where a branch has nothing to save for the backward pass, JAX fills in zeros.
+        If a branch has nothing to save for the backward pass, JAX fills in zeros.
         """
         filled = [x for x in tags if not x.is_constant and not x.is_aside]
         first, *others = filled or tags
@@ -123,7 +122,7 @@ class SourceProbe(Probe):
 
 
 def _moved(equation: JaxprEqn, operands: Sequence[Tagged]) -> Source | None:
-    """The source of what is moved or cast; None of what is computed."""
+    """Returns the source of a moved or cast value, None if it is computed."""
     name = equation.primitive.name
     known = properties(name)
     is_cast = known.kind is PrimitiveClass.CONVERT and _is_float(operands[0].array)
@@ -136,12 +135,12 @@ def _moved(equation: JaxprEqn, operands: Sequence[Tagged]) -> Source | None:
 
 
 def _arrays_of(operands: Sequence[Tagged]) -> list[Tagged]:
-    """The operands that a recipe quantizes, without scales and noise."""
+    """Returns the operands that a recipe quantizes, without scales and noise."""
     return [v for v in operands if jnp.shape(v.array) and not v.tag.is_aside]
 
 
 def _quantized(equation: JaxprEqn, arrays: Sequence[Tagged]) -> Source | None:
-    """The source of what a recipe quantizes; None of what it scales back or adds."""
+    """Returns the source of a quantized value; None if scaled back or added."""
     if _is_aside(equation, arrays):
         return None
     tag: Source = _largest(arrays).tag
@@ -152,9 +151,10 @@ def _quantized(equation: JaxprEqn, arrays: Sequence[Tagged]) -> Source | None:
 
 
 def _is_aside(equation: JaxprEqn, arrays: Sequence[Tagged]) -> bool:
-    """Whether a recipe computes a scale, an amax or noise, and not an array.
+    """Returns whether a recipe computes a scale, an amax or noise, not an array.
 
-    They are made of nothing else, or smaller by more than two numbers in a byte are.
+    Their operands are all of this kind, or they have less than half the elements of the
+    largest operand: packing two values into a byte halves the number.
     """
     if not arrays:
         return True
@@ -167,7 +167,7 @@ def _largest(arrays: Sequence[Tagged]) -> Tagged:
 
 
 def _joined(equation: JaxprEqn, operands: Sequence[Tagged]) -> str:
-    """The path of weights that are put together into one array; "" of others."""
+    """Returns the path of weights joined into one array; "" for other values."""
     if not properties(equation.primitive.name).joins:
         return ""
     paths = [v.tag.path for v in operands if jnp.shape(v.array)]
@@ -179,30 +179,24 @@ def _is_float(array: AnyArray) -> bool:
 
 
 def quantizes(equation: JaxprEqn, place: Location) -> bool:
-    """Whether a recipe quantizes an operand of a product here."""
-    if is_product(equation):
+    """Returns whether a recipe quantizes an operand of a matmul here."""
+    if is_matmul(equation):
         return False
     note = innermost_note((*place.scopes, *scopes(equation)))
     return note is not None and note.precision == Precision.LOW.value
 
 
-def is_product(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product, with scales or not, or a convolution."""
-    known = properties(equation.primitive.name)
-    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
-
-
 def phase_of(equation: JaxprEqn, place: Location) -> str:
-    """Whether an operation is of the forward or the backward pass, or recomputed."""
+    """Returns whether an operation is in the forward or backward pass or recomputed."""
     return phase((*place.scopes, *scopes(equation)))
 
 
 def where(equation: JaxprEqn, place: Location) -> str:
-    """The named scopes around an operation, or else the functions."""
+    """Returns the named scopes around an operation, or else the functions."""
     scope = scope_path((*place.scopes, *scopes(equation)))
     return scope or function_path(place.frames_of(equation))
 
 
 def line(equation: JaxprEqn, place: Location) -> str:
-    """The line of the user's code that an operation comes from."""
+    """Returns the line of the user's code that an operation comes from."""
     return line_text(place.frames_of(equation))

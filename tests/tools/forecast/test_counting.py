@@ -2,12 +2,11 @@
 
 # ruff: noqa: E501 (lines of HLO)
 
-from pathlib import Path
-
 import pytest
 
-import mpx
-from mpx._tools._counter import TARGETS, frames_of, kernels_of, messages
+from mpx._memory import _codes, _master_weights
+from mpx._step import _optimizer
+from mpx._tools._counter import TARGETS, kernels_of, messages, parse
 from mpx._tools._counter._kernels import roof_seconds
 from mpx._tools._forecast._estimate import (
     kind_of,
@@ -65,7 +64,7 @@ ENTRY %main (x: bf16[64,32], w: f8e4m3fn[32,32], m: f32[32,32]) -> f32[32,32] {{
 
 @pytest.fixture
 def kernels():
-    frames = frames_of(PROGRAM)
+    frames = parse(PROGRAM).frames
     found = kernels_of(PROGRAM)
     return {k.name: (k, kind_of(k, frames.get(k.frame, ()))) for k in found}
 
@@ -80,8 +79,8 @@ def test_kernels_have_kinds(kernels):
     }
     # A state in few bits is of the optimizer.
     kernel, _ = kernels["new"]
-    file = Path(mpx.__file__).parent / "_few_bits" / "_codes.py"
-    assert kind_of(kernel, [(str(file), "encode", 1)]) == "optimizer"
+    for module in (_codes, _master_weights, _optimizer):
+        assert kind_of(kernel, [(module.__file__, "encode", 1)]) == "optimizer"
 
 
 def test_operations_and_bytes(kernels):
@@ -94,8 +93,8 @@ def test_operations_and_bytes(kernels):
     assert quantizing_bytes(dot, "matmul, 8 bits") == 0
 
 
-def test_lines_of_code_and_bytes_sent():
-    frames = frames_of(PROGRAM)
+def test_lines_of_code():
+    frames = parse(PROGRAM).frames
     assert frames[1] == [("/home/me/train.py", "loss", 7)]
     assert [line for _, _, line in frames[2]] == [30, 7]
     (message,) = messages(PROGRAM, 4)
@@ -139,15 +138,36 @@ ENTRY %main (x: f32[65536]) -> f32[65536] {
 """
 
 
+def test_every_collective_is_sent():
+    """A ragged one's further operands are its results' place, offsets and sizes."""
+    text = """ENTRY %main (x: f32[64], o: f32[64], i: s32[4]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %o = f32[64]{0} parameter(1)
+  %i = s32[4]{0} parameter(2)
+  %r = f32[64]{0} ragged-all-to-all(%x, %o, %i, %i, %i, %i), replica_groups={{0,1,2,3}}
+  ROOT %b = f32[64]{0} collective-broadcast(%r), replica_groups={{0,1,2,3}}
+}"""
+    found = messages(text, 4)
+    assert [x.kind for x in found] == ["ragged-all-to-all", "collective-broadcast"]
+    assert [x.sent for x in found] == [256 * 3 / 4] * 2
+    assert {kind_of(x, ()) for x in kernels_of(text)} == {"collective"}
+
+
 def test_temporaries_by_part():
     size = 4 * 65536
-    parts = temporaries_by_part(PEAK, 4 * size, frozenset({size}))
-    # Working memory is also what the compiler has more than is alive.
-    wanted = {"activations": size, "gradients": size, "working memory": 2 * size}
-    assert parts == wanted
-    # Never more than the compiler says.
-    parts = temporaries_by_part(PEAK, size, frozenset({size}))
-    assert sum(parts.values()) == size and parts["working memory"] >= 0
+    parts = temporaries_by_part(parse(PEAK), 4 * size, frozenset({size}))
+    assert parts == {
+        "activations": size,
+        "gradients": size,
+        "working memory": 2 * size,  # what the compiler has more than is alive, too
+    }
+
+
+def test_parts_never_exceed_what_the_compiler_says():
+    size = 4 * 65536
+    parts = temporaries_by_part(parse(PEAK), size, frozenset({size}))
+    assert sum(parts.values()) == size
+    assert parts["working memory"] >= 0
 
 
 def test_a_fusion_of_many_arrays_is_read_in_linear_time():

@@ -178,10 +178,13 @@ def test_state_over_a_mesh_has_the_bytes_of_what_is_made(on_cpu, name, kind):
     true = sum(x.addressable_shards[0].data.nbytes for x in state)
 
     absent = AbstractMesh((4, 2), ("d", "t"), **types)
-    shaped = lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where)  # noqa: E731
-    model = placed(shaped, absent)
-    step = _steps.Step(lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {})
-    lowered = step.lower(_steps.Precision("", {"enabled": False}), TARGETS["h100"])
+    model = placed(
+        lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where), absent
+    )
+    step = _steps.ForecastStep(
+        lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {}
+    )
+    lowered = step.lower(_steps.Variant("", {"enabled": False}), TARGETS["h100"])
     assert lowered.arguments["optimizer"] == true
 
 

@@ -96,7 +96,7 @@ def test_text_has_counted_and_modelled_apart_and_json_all():
     assert "float32" not in text
     assert Forecast.from_json(found.to_json()) == found
     data = json.loads(found.to_json())
-    for wrong in ({}, data | {"version": 0}, data | {"format": "mpx report"}):
+    for wrong in ([], {}, data | {"version": 0}, data | {"format": "mpx report"}):
         with pytest.raises(ValueError, match="that this version of mpx wrote"):
             Forecast.from_json(json.dumps(wrong))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx._tools._inspect import _registry
 
 pytestmark = pytest.mark.third_party  # accidents need JAX's standard promotion
 
@@ -150,3 +151,17 @@ def test_float64_under_autocast_is_a_finding_and_no_recipe():
             assert product.finding == f"matmul in {dtypes}"
             assert report.totals.low_flops_share == 0
         assert not mpx.explain(loss)(w, w).findings
+
+
+def test_a_finding_is_a_function_in_a_list(monkeypatch):
+    """The first text of an operation holds; what is said of a program goes over it."""
+
+    def is_wide(seen):
+        return "256 numbers" * (seen.equation.outvars[0].aval.size == 256)
+
+    every = (is_wide, *_registry.OF_AN_OPERATION)
+    monkeypatch.setattr(_registry, "OF_AN_OPERATION", every)
+    monkeypatch.setitem(_registry.OF_A_PROGRAM, "the last", lambda v, _: len(v) - 1)
+    program = lambda w: jnp.exp(jnp.sin(w)) + 1  # noqa: E731
+    texts = [text for text, _ in found(program, WEIGHT)]
+    assert texts == ["256 numbers", "256 numbers", "the last"]
