@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import os
@@ -10,8 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import time
 import types
 from pathlib import Path
 
@@ -26,7 +23,13 @@ from examples.runs.checkpoint import Checkpoints, checksum
 from examples.runs.digest import digests
 from examples.runs.display import describe_bytes, describe_scale
 
-from .cases import read_metrics, started, stop_before, wait_for_rows
+from .cases import (
+    late_failures,  # noqa: F401
+    read_metrics,
+    started,
+    stop_before,
+    wait_for_rows,
+)
 
 # Optax's Adam needs JAX's standard promotion.
 pytestmark = pytest.mark.third_party
@@ -221,15 +224,6 @@ def lose_record(step: Path):
 
 def lose_state(step: Path):
     shutil.rmtree(step / "state")
-
-
-@pytest.fixture
-def late_failures(monkeypatch):
-    """Reads that Orbax leaves behind when one of them fails, and does not wait for."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    yield
-    time.sleep(0.5)
-    gc.collect()  # some wait in cycles, and complain to the test that collects them
 
 
 @pytest.mark.slow
