@@ -9,4 +9,11 @@ In order of reading:
 * `_forecast_views`: the report as text, HTML, SVG and JSON.
 """
 
-from ._forecast import forecast
+from ._forecast import forecast as forecast
+from ._forecast_report import (
+    Constant as Constant,
+    Estimate as Estimate,
+    KernelGroup as KernelGroup,
+    Matmul as Matmul,
+)
+from ._forecast_views import Forecast as Forecast
