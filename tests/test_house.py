@@ -228,7 +228,7 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
 # 25,500 lines in all, 7,200 of tools and 15,000 of the core, set on 26,515, 7,833 and
 # 15,549 lines; 2,310 more came before they were worked for: wrong numbers that are
 # right now (1,190), tools that are right on every target (500), CPUs (620).
-MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_290, 8_120, 17_120
+MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_290, 8_121, 17_120
 # Of the tests, all lines, without the rigs. The goal was 45,000 on 49,800; 3,460 more
 # came before.
 MOST_OF_TESTS = 49_100
