@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from optax import contrib
 
@@ -209,3 +210,16 @@ def test_float16_weights_have_moments_in_few_bits():
     assert state.inner_state[0].mu["w"].codes.dtype == jnp.int8
     with pytest.raises(ValueError, match="bfloat16"):
         mpx.master_weights(optax.sgd(0.1), bits=16).init(model)
+
+
+@pytest.mark.slow
+def test_orbax_resumes_bit_for_bit(tmp_path):
+    tx, model = in_few_bits(optax.adagrad(1e-2), 8), weights("bfloat16")
+    state = step(tx, model, tx.init(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        shapes = jax.eval_shape(lambda: state)
+        restored = checkpointer.restore(tmp_path / "step", shapes)
+    assert same_bits(restored, state)
+    assert same_bits(step(tx, *restored, 1), step(tx, *state, 1))

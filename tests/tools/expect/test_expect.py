@@ -248,3 +248,17 @@ def test_long_lists_are_cut_and_stages_have_errors():
 
     _, text = broken(jax.jit(many), shaped(2, 2), products=HALF)
     assert text.count("dot: ") == 12 and "and 3 more" in text
+
+
+@pytest.mark.third_party
+def test_master_weights_keep_a_step_in_half_precision():
+    optax = pytest.importorskip("optax")
+    tx, w = mpx.master_weights(optax.adam(1e-3)), shaped(16, 16, dtype=BF16)
+    state, x = jax.eval_shape(tx.init, w), shaped(8, 16, dtype=BF16)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(w, state, x):
+        grad = jax.grad(lambda w: jnp.sum((x @ w).astype(F32)))(w)
+        return mpx.optimizer_update(w, tx, state, grad, True)
+
+    mpx.expect(step, w, state, x, products=BF16, donated_are_aliased=True)
