@@ -5,12 +5,11 @@ does not depend on what both have in common, and a masked element, whose exponen
 zero, only has to be far below the maximum.
 """
 
-import math
-
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from .._base.typing import Atom
-from .equations import is_multiplication, number_of
+from .equations import aval_of, is_multiplication, number_of
 from .islands import Makers
 from .primitives import properties
 
@@ -48,14 +47,14 @@ def scaled_product(equation: JaxprEqn, makers: Makers) -> tuple[Atom, float] | N
     """Returns the matmul that an equation multiplies by a number, and the number.
 
     None if it does something else, if anything else reads the matmul, or for a number
-    that is not known, zero, or not finite.
+    that is not known, or with whose inverse float32 may overflow.
 
     Args:
         equation: `mul` or `div`.
         makers: The makers of its program.
     """
     name = equation.primitive.name
-    if name not in ("mul", "div"):
+    if name not in ("mul", "div") or aval_of(equation.outvars[0]).dtype != np.float32:
         return None
     pairs = [tuple(equation.invars)]
     if name == "mul":
@@ -63,7 +62,7 @@ def scaled_product(equation: JaxprEqn, makers: Makers) -> tuple[Atom, float] | N
     for value, factor in pairs:
         product = _only_read_here(value, makers)
         number = None if product is None else number_of(factor, makers.equations)
-        if product is None or not number or not math.isfinite(number):
+        if product is None or number is None or not 1e-30 < abs(number) < 1e30:
             continue
         return product, number if name == "mul" else 1 / number
     return None
