@@ -41,7 +41,7 @@ from .counts import (
     whole_steps,
     wire,
 )
-from .numerics import errors, few_bits, recipes
+from .numerics import errors, few_bits, recipes, streams
 from .peers import environment as peers
 from .tables import Goal, Table
 from .time import compiling as compile_time, cpu, host
@@ -61,6 +61,7 @@ MEASURED: dict[str, Any] = {
     "compile-time": compile_time,
     "recipes": recipes,
     "errors": errors,
+    "streams": streams,
     "published": published,
     "few-bits-trainings": few_bits,
 }
