@@ -227,6 +227,7 @@ class Lowered:
         constants: Bytes of the arrays among these that are constants of the program.
         arguments: Bytes of its arguments on a device, by part.
         weights: Bytes of each weight.
+        devices: The devices that it is lowered for.
     """
 
     program: Any
@@ -234,6 +235,7 @@ class Lowered:
     constants: int
     arguments: dict[str, int]
     weights: list[int]
+    devices: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +298,10 @@ class ForecastStep:
         # Autocast functions inside get the target.
         with autocast(target=target.name, ambient=True):
             if self.optimizer is None:
-                return self._lower_own(place)
-            return self._lower_made(precision, target, place)
+                lowered = self._lower_own(place)
+            else:
+                lowered = self._lower_made(precision, target, place)
+        return dataclasses.replace(lowered, devices=devices)
 
     def operations(self, precision: Variant, target: str) -> tuple[Operation, ...]:
         """Returns the operations of the loss, or of a whole step, by `mpx.explain`."""
