@@ -60,7 +60,8 @@ def program_of(
         lowered: The program, lowered for these devices.
         target: The target that they are of.
         devices: All devices that the program runs on, in the order of its mesh.
-        options: Compiler options; with any, the program is compiled as a whole.
+        options: Compiler options. With them, or none in a dict, the program is compiled
+            as a whole, and with those of its `jax.jit`, which only it knows.
 
     Raises:
         jax.errors.JaxRuntimeError: The compiler refuses the program.

@@ -62,6 +62,7 @@ class Kernel:
         few: Bytes of its results in floats of 8 bits or less, in one run.
         results: Bytes of all its results.
         frame: The number of the stack frame of its line of code; 0 without.
+        is_of_integers: Whether it multiplies integers.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Kernel:
     few: int = 0
     results: int = 0
     frame: int = 0
+    is_of_integers: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -145,6 +147,12 @@ def _kernel(
         sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
         bytes_of_shape(instruction.shape),
         instruction.frame,
+        any(
+            x.kind[0] in "su"
+            for one, names in inside
+            if one.opcode in ("dot", "convolution")
+            for x in arrays_of(names[one.operands[0]])
+        ),
     )
 
 
@@ -213,7 +221,12 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         for one in reversed(body):  # users come after what they use
             size, total = _size(one.shape), 0
             for user in users[one.name]:
-                if user.opcode in ("slice", "dynamic-slice"):
+                is_part = user.opcode in ("slice", "dynamic-slice")
+                if is_part or (
+                    gathers
+                    and user.operands[:1] == (one.name,)
+                    and user.opcode == "gather"
+                ):
                     total += _size(user.shape)
                 elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
                     total += found[user.name]
@@ -223,6 +236,8 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
             found[one.name] = size if one is body[-1] else min(total, size)
         return found
 
+    # Committed counts of GPUs have the whole array that a fusion gathers from.
+    gathers = ":T(" in result  # a TPU's layouts have tiles
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
     targets = {one.name: source(one.operands[0]) for one in updates}
     by_parameter = {name: reads(name) for name in {"", *targets.values()}}

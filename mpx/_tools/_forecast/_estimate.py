@@ -105,7 +105,7 @@ def _moving_and_multiplying(
     share = roof.attention if kernel.is_attention else roof.matmul
     units, reads = (1.0, 1.0) if case is None else (share[case], roof.reads[case])
     work = kernel.operations + kernel.further
-    peak = roof.peak(kernel.bits or 16)
+    peak = roof.peak(kernel.bits or 16, kernel.is_of_integers)
     return kernel.bytes / (roof.bandwidth * reads), work / (peak * units)
 
 
@@ -286,7 +286,8 @@ def estimate(
         error.add_note(f"Raised while tracing and lowering the step. {where}.")
         raise
     try:
-        options = CUDA_OPTIONS if target.platform == "cuda" else None
+        options = {} if lowered.has_options else None
+        options = CUDA_OPTIONS if target.platform == "cuda" else options
         program = program_of(lowered.program, target, lowered.devices, options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

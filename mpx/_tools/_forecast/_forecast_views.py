@@ -195,7 +195,7 @@ def time_text(seconds: float) -> str:
 def constant_text(roof: Roof, name: str) -> str:
     """Returns a constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
     value = getattr(roof, name)
-    if name == "peaks":
+    if name in ("peaks", "integers"):
         return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
     if isinstance(value, tuple):
         return " to ".join(time_text(x) if name == "start" else f"{x:g}" for x in value)
