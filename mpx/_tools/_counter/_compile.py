@@ -40,7 +40,8 @@ class Program:
     Attributes:
         text: Its optimized, scheduled HLO.
         memory: Bytes of arguments, results in none of them, and temporaries. Of a TPU
-            without those on the chip, which `compiled.memory_analysis()` includes.
+            those in its main memory, by the compiler's buffer assignment:
+            `compiled.memory_analysis()` says more of a program that uses the chip's.
         temporaries: Bytes of temporaries.
     """
 
