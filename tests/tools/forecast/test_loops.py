@@ -100,7 +100,9 @@ def test_a_loop_counts_as_often_as_it_runs_or_says_that_it_is_unknown(form):
         (BYTES, 1 if trips is None else trips)
     ]
     found = list(_findings(parse(text), [], {}))
-    assert ["1 loop run" in one for one in found] == [True] * (trips is None)
+    assert [one.startswith("Loops that run an unknown") for one in found] == [True] * (
+        trips is None
+    )
 
 
 def program(*lines):
@@ -154,7 +156,7 @@ def test_pallas_kernels_have_their_estimate_or_are_a_finding():
         ("other", 0, 0),
     ]
     (finding,) = _findings(parse(text), [(k, "") for k in kernels], {})
-    assert "1 Pallas kernel without a `cost_estimate`" in finding
+    assert finding.startswith("Pallas kernels without a `cost_estimate`")
 
 
 def test_slices_to_the_chip_and_gathers_count_what_they_read():
