@@ -118,6 +118,8 @@ CONVOLUTIONS = {
     + ("window={size=8x16 stride=7x15 lhs_dilate=8x16}, dim_labels=0b1f_0o1i->01bf",),
     "matmul": (2 * 64 * 32 * 16, "bf16[64,32]", "bf16[32,16]", "bf16[64,16]")
     + ("dim_labels=bf_io->bf",),
+    "integers": (2 * 64 * 32 * 16, "s8[64,32]", "s8[32,16]", "s32[64,16]")
+    + ("dim_labels=bf_io->bf",),
     # Of three places at each of 64 pixels, two are outside.
     "same": (2 * 8 * (3 * 64 - 2) ** 2 * 16 * 32, "f32[8,64,64,16]")
     + ("f32[3,3,16,32]", "f32[8,64,64,32]")
@@ -140,7 +142,9 @@ def test_what_meets_in_a_convolution_counts(form):
         f"  %b = {right} parameter(1)",
         f"  ROOT %c = {result} convolution(%a, %b), {window}",
     )
-    assert [k.further for k in kernels_of(program(*lines))] == [operations]
+    (kernel,) = kernels_of(program(*lines))
+    assert kernel.further == operations
+    assert kernel.is_of_integers == (form == "integers")
 
 
 def test_pallas_kernels_have_their_estimate_or_are_a_finding():
