@@ -4,7 +4,13 @@
 
 import pytest
 
-from mpx._tools._counter import kernels_of, parse
+from mpx._tools._counter import (
+    TARGETS,
+    kernels_of,
+    of_few_bits,
+    parse,
+    roof_seconds,
+)
 from mpx._tools._forecast._estimate import _findings
 
 STATE = "(s32[], f32[65536], s32[])"
@@ -145,6 +151,10 @@ def test_what_meets_in_a_convolution_counts(form):
     (kernel,) = kernels_of(program(*lines))
     assert kernel.further == operations
     assert kernel.is_of_integers == (form == "integers")
+    assert bool(of_few_bits([kernel])) == (form == "integers")
+    peak = 393e12 if form == "integers" else 197e12
+    seconds = max(operations / peak, kernel.bytes / 819e9)
+    assert roof_seconds([kernel], TARGETS["v5e"].roof) == seconds
 
 
 def test_pallas_kernels_have_their_estimate_or_are_a_finding():
