@@ -178,8 +178,7 @@ def _inside(
 def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> int:
     operands = [shapes[one] for one in instruction.operands if one in shapes]
     if instruction.opcode == "fusion":
-        body = module.computations[instruction.runs[0]]
-        return _fusion_bytes(body, instruction.shape, operands)
+        return _fusion_bytes(module, instruction, operands)
     result = _bytes_of(instruction.shape)
     if instruction.opcode in ("slice", "dynamic-slice", "gather"):
         is_read = not operands or _bytes_of(operands[0]) > 0
@@ -208,8 +207,9 @@ def _result_bytes(call: Instruction) -> int:
     return bytes_of_shape(call.shape) - sum(x.bytes for x in scratch)
 
 
-def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
+def _fusion_bytes(module: Module, fusion: Instruction, operands: list[str]) -> int:
     """Returns the bytes of a fusion, from the uses of its parameters."""
+    body, result = module.computations[fusion.runs[0]], fusion.shape
     by_name = {one.name: one for one in body}
     users: dict[str, list[Instruction]] = {one.name: [] for one in body}
     for one in body:
@@ -236,6 +236,8 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
                     total += _size(user.shape)
                 elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
                     total += found[user.name]
+                elif user.opcode == "fusion" and gathers:
+                    total += _read_inside(module, user, one.name)
                 elif targets.get(user.name) != parameter:
                     total = size
                     break  # else the part that is not overwritten stays in place
@@ -258,6 +260,23 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
                 read = by_parameter.get(one.name, by_parameter[""])[one.name]
                 total += bytes_of_shape(one.shape) * read // size
     return max(total, 0)
+
+
+def _read_inside(module: Module, fusion: Instruction, name: str) -> int:
+    """Returns the numbers that a fusion in a fusion reads of an operand.
+
+    A TPU's compiler puts the slice of a stack in one, inside that of the product.
+    """
+    body = module.computations[fusion.runs[0]]
+    places = [i for i, operand in enumerate(fusion.operands) if operand == name]
+    total = 0
+    for one in body:
+        if one.opcode == "parameter" and one.number in places:
+            users = [user for user in body if one.name in user.operands]
+            are_parts = all(user.opcode in ("slice", "dynamic-slice") for user in users)
+            read = sum(_size(user.shape) for user in users)
+            total += read if are_parts else _size(one.shape)
+    return total
 
 
 def _size(shape: str) -> int:

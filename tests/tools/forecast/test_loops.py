@@ -200,3 +200,35 @@ ENTRY %main (x: f32[64,1024], i: s32[4]) -> f32[4,1024] {
         "s": 4 * 8 * 1024,
         "rows.1": 2 * 4 * 4 * 1024 + 4 * 4,
     }
+
+
+def test_a_slice_in_a_fusion_in_a_fusion_counts_what_it_reads():
+    """As in a scan: its product reads one of 256 parts of a stack in each turn."""
+    text = """
+HloModule m
+
+%slice (p: bf16[256,64,128], i: s32[]) -> bf16[64,128] {
+  %p = bf16[256,64,128]{2,1,0:T(8,128)} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %s = bf16[1,64,128]{2,1,0:T(8,128)} dynamic-slice(%p, %i, %z, %z), dynamic_slice_sizes={1,64,128}
+  ROOT %b = bf16[64,128]{1,0:T(8,128)} bitcast(%s)
+}
+
+%product (w: bf16[128,32], x: bf16[256,64,128], n: s32[]) -> bf16[64,32] {
+  %x = bf16[256,64,128]{2,1,0:T(8,128)} parameter(1)
+  %n = s32[] parameter(2)
+  %part = bf16[64,128]{1,0:T(8,128)} fusion(%x, %n), kind=kLoop, calls=%slice
+  %w = bf16[128,32]{1,0:T(8,128)} parameter(0)
+  ROOT %d = bf16[64,32]{1,0:T(8,128)} convolution(%part, %w), dim_labels=bf_io->bf
+}
+
+ENTRY %main (w: bf16[128,32], x: bf16[256,64,128], n: s32[]) -> bf16[64,32] {
+  %w.1 = bf16[128,32]{1,0:T(8,128)} parameter(0)
+  %x.1 = bf16[256,64,128]{2,1,0:T(8,128)} parameter(1)
+  %n.1 = s32[] parameter(2)
+  ROOT %turn = bf16[64,32]{1,0:T(8,128)} fusion(%w.1, %x.1, %n.1), kind=kOutput, calls=%product
+}
+"""
+    (kernel,) = kernels_of(text)
+    assert kernel.bytes == 2 * (64 * 128 + 128 * 32 + 64 * 32) + 4
