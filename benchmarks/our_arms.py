@@ -143,3 +143,14 @@ ON_CPU = {
         autocast_arm("mpx current", recipe=RECIPES["current"]),
     )
 }
+
+# Those of whole steps on TPUs: what is set, and whether gradients are checked.
+ON_TPU = {
+    arm.name: arm
+    for arm in (
+        FLOAT32,
+        autocast_arm("nothing set"),
+        autocast_arm("half stream", residual_stream="half"),
+        _alone("unchecked"),
+    )
+}

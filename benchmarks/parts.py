@@ -39,6 +39,7 @@ from .counts import (
     residuals,
     sweep,
     whole_steps,
+    whole_steps_tpu,
     wire,
 )
 from .numerics import errors, few_bits, recipes
@@ -51,6 +52,7 @@ COUNTED: dict[str, tuple[Any, ...]] = {
     "residuals": (residuals,),
     "workloads": (half, products),
     "whole-steps": (whole_steps,),
+    "whole-steps-tpu": (whole_steps_tpu,),
     "wire": (wire,),
     "few-bits": (few_bits_counts,),
     "monitor": (monitor,),

@@ -61,12 +61,17 @@ def lstm_layer(layers: Layers, x: Array) -> Array:
     return jax.lax.scan(turn, (zeros, zeros), x)[1]
 
 
-def state_space(sizes: Sizes, order: Order) -> Model:
-    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated."""
+def state_space(sizes: Sizes, order: Order, full: bool = False) -> Model:
+    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated.
+
+    Their scan is in float32 if it is `full`, which Mamba's own code says by hand.
+    """
 
     def block(layers: Layers, x: Array) -> Array:
         found = layers.dense("into", rms_norm(layers, "norm", x), 3 * sizes.hidden)
         drive, decay, gate = jnp.split(found, 3, axis=-1)
+        if full:
+            drive, decay = drive.astype(jnp.float32), decay.astype(jnp.float32)
         decay = jax.nn.sigmoid(decay)
 
         def combine(first: Any, second: Any) -> tuple[Array, Array]:
@@ -74,7 +79,8 @@ def state_space(sizes: Sizes, order: Order) -> Model:
 
         pairs = decay, (1 - decay) * drive
         _, states = jax.lax.associative_scan(combine, pairs, axis=1)
-        return x + layers.dense("out", states * jax.nn.silu(gate), sizes.width)
+        gated = (states * jax.nn.silu(gate)).astype(x.dtype)
+        return x + layers.dense("out", gated, sizes.width)
 
     def loss(layers: Layers, tokens: Any) -> Array:
         x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
@@ -85,20 +91,6 @@ def state_space(sizes: Sizes, order: Order) -> Model:
 
 # How many there are, and how many each token takes.
 EXPERTS, TAKEN = 8, 2
-
-
-def experts(sizes: Sizes, order: Order) -> Model:
-    """Of blocks of attention, and experts of which each token takes some."""
-
-    def block(layers: Layers, x: Array) -> Array:
-        x = x + attention(layers, x, sizes)
-        return x + _by_ragged_dot(layers, rms_norm(layers, "norm", x), sizes)
-
-    def loss(layers: Layers, tokens: Any) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
-
-    return loss
 
 
 def _routed(layers: Layers, x: Array) -> tuple[Array, Array]:
@@ -127,6 +119,20 @@ def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     back = jnp.argsort(order)
     out = out[back].reshape(-1, TAKEN, x.shape[-1]) * shares[..., None]
     return jnp.sum(out, 1).reshape(x.shape)
+
+
+def experts(sizes: Sizes, order: Order, mix: Any = _by_ragged_dot) -> Model:
+    """Of blocks of attention, and experts of which each token takes some."""
+
+    def block(layers: Layers, x: Array) -> Array:
+        x = x + attention(layers, x, sizes)
+        return x + mix(layers, rms_norm(layers, "norm", x), sizes)
+
+    def loss(layers: Layers, tokens: Any) -> Array:
+        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
+        return next_token_loss(layers, x, tokens, sizes)
+
+    return loss
 
 
 # --- Of images ------------------------------------------------------------------------
