@@ -4,12 +4,17 @@ In order of reading:
 
 * `_targets`: the devices, with their peak rates and compilers.
 * `_hlo`: reads the text of HLO.
+* `_compile`: compiles for a device, on a TPU without generating code.
 * `_kernels`: kernels with their bytes and operations, collectives, memory.
 
 This folder imports nothing else of mpx, and JAX only to compile: benchmarks load it by
 its path if `mpx` is another package.
 """
 
+from ._compile import (
+    Program as Program,
+    program_of as program_of,
+)
 from ._hlo import (
     COLLECTIVES as COLLECTIVES,
     RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,

@@ -157,7 +157,8 @@ def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> 
         return _fusion_bytes(body, instruction.shape, operands)
     result = _bytes_of(instruction.shape)
     if instruction.opcode in ("slice", "dynamic-slice", "gather"):
-        return 2 * result
+        is_read = not operands or _bytes_of(operands[0]) > 0
+        return result + is_read * bytes_of_shape(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _bytes_of(operands[1])
     if instruction.opcode in RESULT_HOLDS_OPERANDS:

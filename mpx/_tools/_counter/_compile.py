@@ -1,0 +1,169 @@
+"""Compiles a lowered program for a target: its optimized HLO and its memory.
+
+Nine tenths of the time of a TPU's compiler are code generation, which no count reads.
+So for a TPU this file runs as a script in a process of its own, which writes what XLA
+dumps, and which is ended as soon as the scheduled program and its memory are there.
+The process gets the very module and options that `lowered.compile()` compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the script has no package
+    from ._targets import Device
+
+# The compiler's own files, in the order in which it writes them.
+_MEMORY = "after_optimizations-memory-usage-report.txt"
+_BUFFERS = "after_optimizations-buffer-assignment.txt"
+_PROGRAM = "after_optimizations_after_buffer_assignment.txt"
+_WHOLE = re.compile(r"^ENTRY .*^\}", re.MULTILINE | re.DOTALL)
+_POLL = 0.05
+_TUPLED = 2000  # JAX passes more arguments than these to a TPU as one tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that a target's compiler made.
+
+    Attributes:
+        text: Its optimized, scheduled HLO.
+        memory: Bytes of arguments, results in none of them, and temporaries. On a TPU
+            without those on the chip.
+        temporaries: Bytes of temporaries.
+    """
+
+    text: str = dataclasses.field(repr=False)
+    memory: int
+    temporaries: int
+
+
+def program_of(
+    lowered: Any, target: Device, devices: list[Any], options: Any = None
+) -> Program:
+    """Compiles a `jax.stages.Lowered` for devices of `compile_only_devices`.
+
+    For a TPU without generating code, unless that fails: then as a whole.
+
+    Args:
+        lowered: The program, lowered for these devices.
+        target: The target that they are of.
+        devices: All devices that the program runs on, in the order of its mesh.
+        options: Compiler options; with any, the program is compiled as a whole.
+
+    Raises:
+        jax.errors.JaxRuntimeError: The compiler refuses the program.
+    """
+    if target.platform == "tpu" and options is None:
+        found = _without_code(lowered, target, devices)
+        if found is not None:
+            return found
+    with warnings.catch_warnings():
+        # A compilation cache cannot load programs for an absent device.
+        warnings.filterwarnings("ignore", ".*persistent compilation cache")
+        compiled = lowered.compile(options)
+    sizes = compiled.memory_analysis()
+    whole = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    whole += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
+    return Program(compiled.as_text(), whole, sizes.temp_size_in_bytes)
+
+
+def _without_code(lowered: Any, target: Device, devices: list[Any]) -> Program | None:
+    """Returns the program, compiled up to its code; None if the process failed."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        module = lowered.compiler_ir("stablehlo")
+        with (folder / "module").open("wb") as file:
+            module.operation.write_bytecode(file)
+        numbers = [device.id for device in devices]
+        options = _options(module, numbers)
+        debug = options.executable_build_options.debug_options
+        debug.xla_dump_to, debug.xla_dump_hlo_as_text = str(folder / "dump"), True
+        (folder / "options").write_bytes(options.SerializeAsString())
+        more = {"JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": "disabled"}
+        more |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        nothing = subprocess.DEVNULL
+        child = subprocess.Popen(
+            [sys.executable, __file__, name, target.topology, *map(str, numbers)],
+            env=os.environ | more,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+        )
+        try:
+            while True:
+                is_over = child.poll() is not None
+                if (found := _read(folder / "dump")) is not None or is_over:
+                    return None if child.returncode else found
+                time.sleep(_POLL)
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _options(module: Any, numbers: list[int]) -> Any:
+    """Returns the options that JAX compiles a module with."""
+    from jax.extend import backend
+
+    names = {x.attributes["sym_name"].value: x for x in module.body.operations}
+    main = names["main"]
+    given = {key: list(main.attributes[key]) for key in ("arg_attrs", "res_attrs")}
+    # XLA chooses the sharding of an array that has none.
+    free = {key: ["sharding" not in str(x) for x in v] for key, v in given.items()}
+    options: Any = backend.get_compile_options(
+        num_replicas=1, num_partitions=len(numbers), device_assignment=[numbers]
+    )
+    options.parameter_is_tupled_arguments = len(given["arg_attrs"]) > _TUPLED
+    build = options.executable_build_options
+    build.allow_spmd_sharding_propagation_to_parameters = free["arg_attrs"]
+    build.allow_spmd_sharding_propagation_to_output = free["res_attrs"]
+    return options
+
+
+def _read(dump: Path) -> Program | None:
+    """Returns the program that a process has dumped; None if it is not there yet."""
+    made = next(dump.glob(f"module_*.{_PROGRAM}"), None)
+    text = "" if made is None else made.read_text(encoding="utf-8")
+    if made is None or not _WHOLE.search(text):
+        return None
+
+    def total(kind: str, pattern: str) -> int:
+        file = made.with_name(made.name.replace(_PROGRAM, kind))
+        found = re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+        return sum(map(int, found))
+
+    memory = total(_MEMORY, r"^Memory Space: default.*\nTotal bytes: (\d+)")
+    sizes = r"^allocation \d+: size (\d+), preallocated-temp"
+    return Program(text, memory, total(_BUFFERS, sizes))
+
+
+def _compile(folder: Path, topology: str, numbers: list[int]) -> None:
+    """Compiles what is in a folder; the flags of XLA dump it."""
+    import jax
+    from jax.experimental import topologies
+    from jax.extend import backend
+    from jax.interpreters import mlir
+    from jaxlib.xla_client import DeviceList
+
+    jax.devices("cpu")
+    options: Any = backend.get_compile_options(num_replicas=1, num_partitions=1)
+    options = type(options).ParseFromString((folder / "options").read_bytes())
+    found = {x.id: x for x in topologies.get_topology_desc(topology, "tpu").devices}
+    devices = [found[number] for number in numbers]
+    with mlir.make_ir_context():
+        module = mlir.ir.Module.parse((folder / "module").read_bytes())
+        client: Any = devices[0].client
+        client.compile(module, DeviceList(tuple(devices)), options)
+
+
+if __name__ == "__main__":
+    _compile(Path(sys.argv[1]), sys.argv[2], list(map(int, sys.argv[3:])))
