@@ -5,7 +5,7 @@ module has besides
 
 * `CASES`, dataclasses with a `target`;
 * `build(fields, devices)`, the step, and `count(compiled, fields)`, its record;
-* if need be `compile_twice(lowered, fields)`, which says more than a count, and
+* if need be `compile(lowered, fields)`, which may say more than a count, and
   `more_records()`.
 
 Of what is *measured*, a module has `requests(options, found)` for workers, and a

@@ -33,7 +33,11 @@ VIT, _BLOCKS, _BATCH = "desktop ViT, 65 tokens", 2, 256
 
 Row = tuple[str, str, Kept]
 _STEPS: tuple[Row, ...] = (
-    *(("v5e", one + kind, "float32") for one in (_LLAMA, _SCAN) for kind in (_F32, _HALF)),
+    *(
+        ("v5e", one + kind, "float32")
+        for one in (_LLAMA, _SCAN)
+        for kind in (_F32, _HALF)
+    ),
     *(("v5e", one + _F32, "masters") for one in (_LLAMA, _SCAN)),
     *(
         ("v5e", one, "float32")
@@ -66,6 +70,50 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
     arm = NAIVE_ARM if case.arm == NAIVE else our_arms.ON_TPU[case.arm]
     one = plain.Case(case.target, "desktop, token", _BLOCKS, _BATCH, case.arm)
     return plain.build(arm, one, devices)
+
+
+def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The program without its machine code, and nothing beside."""
+    target = TARGETS[fields["target"]]
+    devices = counter.compile_only_devices(target)
+    return counter.program_of(lowered, target, devices), {}
+
+
+def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of HBM and of all memory, kernels, matmuls by the dtypes of a step."""
+    del fields
+    kernels = counter.kernels_of(program.text)
+    # As if there were one memory, and so no copy to another.
+    anywhere = _PLACE.sub("", _COPY.sub("", program.text))
+    return {
+        "memory": program.memory,
+        "traffic": counter.traffic(kernels),
+        "all": counter.traffic(counter.kernels_of(anywhere)),
+        "kernels": sum(kernel.times for kernel in kernels),
+        "products": products(program.text),
+    }
+
+
+_PLACE = re.compile(r"S\(\d\)")
+_COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
+
+
+def products(text: str) -> dict[str, int]:
+    """How many matmuls and convolutions run, by the dtypes of operands and result."""
+    module, found = counter.parse(text), collections.Counter[str]()
+
+    def look(one: Any, shapes: dict[str, str], times: int) -> None:
+        if one.opcode in ("convolution", "dot"):
+            left, right = (shapes[name].partition("[")[0] for name in one.operands)
+            found[f"{left} x {right} > {one.results[0].kind}"] += times
+        for body in (module.computations[name] for name in one.runs):
+            inside = {other.name: other.shape for other in body}
+            for other in body:
+                look(other, inside, times)
+
+    for run in module.kernels(lambda *_: 0):
+        look(*run)
+    return dict(found.most_common())
 
 
 # --- What is shown --------------------------------------------------------------------
