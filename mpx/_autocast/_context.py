@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
 from .._base.dtypes import HALF
-from .._base.jax_compat import scope_names
+from .._base.jax_compat import is_for_tpu, scope_names
 from .._base.typing import AnyArray, Aval, Shape
 from .._program import FEW_USES, DataScope, avals
 from .._quantize import AbstractRecipe, QuantizedArray
@@ -109,6 +109,8 @@ class Facts(NamedTuple):
             two products. It is stored rounded, which loses no more than the rounding of
             the products did.
         is_stream: Whether it is a half-precision residual stream, moved perhaps.
+        is_scaled: Whether it is a matmul that was multiplied by a number already.
+        fill: The half-precision number that a mask of scores may select in its place.
     """
 
     is_declared: bool = False
@@ -116,6 +118,8 @@ class Facts(NamedTuple):
     origin: Origin = Origin.DATA
     is_stored_in_half: bool = False
     is_stream: bool = False
+    is_scaled: bool = False
+    fill: float | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -271,7 +275,31 @@ def literal(number: object) -> Value:
     array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
         return declared(number, "")
-    return Value(array, Facts(True, origin=CONSTANT), is_constant=True)
+    facts = Facts(True, origin=CONSTANT, fill=_fill(array))
+    return Value(array, facts, is_constant=True)
+
+
+# Softmax turns both into zero: the exponential of what is so far below a maximum.
+_LOW = -1024.0
+
+
+def _fill(number: np.ndarray) -> float | None:
+    """Returns zero or a number far below zero, in bfloat16; None for others.
+
+    It is finite if the number is: `finfo(float32).min` becomes the least of bfloat16.
+    """
+    if not number <= 0:  # or NaN
+        return None
+    least = float(jnp.finfo(jnp.bfloat16).min)
+    number = number if np.isinf(number) else np.maximum(number, least)
+    rounded = float(np.asarray(number, jnp.bfloat16))
+    return rounded if number <= _LOW or rounded == number else None
+
+
+def is_tpu(settings: Settings) -> bool:
+    """Returns whether programs under these settings are compiled for a TPU."""
+    target = settings.target
+    return is_for_tpu() if target is None else target.platform == "tpu"
 
 
 # --- Places and runs ------------------------------------------------------------------

@@ -52,6 +52,7 @@ from ._demand import (
     Wanted,
     asks_for_precision,
     half_dtype_of,
+    keeps_scores,
     together,
 )
 
@@ -63,6 +64,8 @@ class Reason(enum.Enum):
     BETWEEN = "float32 between matmuls"
     STREAM = "adds to a residual stream that is half precision"
     ROUNDED = "only selects values, and all their uses are half precision"
+    SCALED = "multiplies scores before they are rounded"
+    MASKED = "masks scores, of which the maximum is subtracted"
     MOVES = "only moves data"
     CONVERTED = "a cast in the program"
     PRECISION = "the program sets the precision of the matmul"
@@ -303,7 +306,19 @@ def _choose_elementwise(case: Case) -> Choice:
         # Nothing is lost if a float32 value is rounded before the selection.
         if only_picks(case.equation):
             return Choice(kind, Reason.ROUNDED, half)
+    if case.name == "select_n" and _masks_scores(case):
+        return Choice(kind, Reason.MASKED, half)
     return Choice(kind, Reason.BETWEEN, FULL)
+
+
+def _masks_scores(case: Case) -> bool:
+    """Returns whether an equation selects from scores that are half precision."""
+    choices, demand = case.operands[1:], case.demand
+    if Demand.SHIFT not in demand or Demand.FULL in demand:
+        return False
+    scores = [v for v in choices if v.is_computed_in_half]
+    rest = (v.facts.fill is not None for v in choices if not v.is_computed_in_half)
+    return bool(scores) and all(rest) and keeps_scores(case.settings)
 
 
 def _adds_to_stream(case: Case, values: list[Value]) -> bool:

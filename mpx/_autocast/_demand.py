@@ -8,15 +8,20 @@ stored in half precision, and which must not be moved in it:
 - Where a user reads a value in float32, it is moved (sliced, transposed) in float32,
   even if a product returned it in half precision. So the gradients of its parts are
   summed in float32, and those that nearly cancel leave a correct difference.
+- On a TPU, where the users of a matmul subtract its maximum, as a softmax does, it is
+  scaled and masked in half precision, without another rounding: XLA's compiler for TPUs
+  (libtpu 0.0.42) writes what a softmax reads in the dtype that it has.
 """
 
 import enum
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -40,10 +45,12 @@ from .._program import (
     only_picks,
     program_of,
     properties,
+    scaled_product,
     sub_jaxprs,
+    subtracts_maximum,
 )
 from .._settings import Precision, Settings
-from ._context import FULL, Run, is_castable
+from ._context import FULL, Run, is_castable, is_tpu
 
 
 class Demand(enum.Flag):
@@ -53,8 +60,11 @@ class Demand(enum.Flag):
     """One casts it to the half precision that is computed in."""
     FULL = enum.auto()
     """One reads all of its digits, or casts it to the other half precision."""
+    SHIFT = enum.auto()
+    """One subtracts its maximum from it, in float32."""
 
 
+WIDE = Demand.FULL | Demand.SHIFT
 UNREAD, BOTH = Demand(0), Demand.HALF | Demand.FULL
 
 # The demand on each result of a program, or of an equation.
@@ -72,6 +82,8 @@ class Demands(NamedTuple):
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
+        factors: The numbers that matmuls are multiplied by before they are rounded.
+        scaled: The results of these multiplications.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or an inner program may move: stacks of weights perhaps.
     """
@@ -83,6 +95,8 @@ class Demands(NamedTuple):
     residuals: Set[Var] = frozenset()
     beginnings: Set[Var] = frozenset()
     sums: Set[Var] = frozenset()
+    factors: Mapping[Atom, float] = MappingProxyType({})
+    scaled: Set[Var] = frozenset()
     moved_weights: tuple[Var, ...] = ()
 
     @property
@@ -101,8 +115,8 @@ class Demands(NamedTuple):
 
     def is_shared(self, variable: Var) -> bool:
         """Returns whether a value has several uses, some of them in float32."""
-        is_read_full = Demand.FULL in self.demand(variable)
-        return is_read_full and self.readers.get(variable, 0) > 1
+        is_read_wide = bool(WIDE & self.demand(variable))
+        return is_read_wide and self.readers.get(variable, 0) > 1
 
     def is_read_once(self, atom: Atom) -> bool:
         """Returns whether a value of the program has one use."""
@@ -184,6 +198,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products.
+        factors: The numbers that matmuls are multiplied by.
+        scaled: The results of these multiplications.
+        shifted: The values whose maximum is subtracted from them.
         moved: The operands that an equation moves, or an inner program may move.
     """
 
@@ -199,6 +216,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.residuals: set[Var] = set()
         self.beginnings: set[Var] = set()
         self.sums: set[Var] = set()
+        self.factors: dict[Atom, float] = {}
+        self.scaled: set[Var] = set()
+        self.shifted: set[Atom] = set()
         self.moved: set[Atom] = set()
         self._run, self._settings, self._jaxpr = run, settings, jaxpr
         self._declared = _declared_variables(jaxpr, are_declared)
@@ -216,6 +236,8 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.residuals,
             self.beginnings,
             self.sums,
+            self.factors,
+            self.scaled,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
         )
 
@@ -254,6 +276,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
+        if keeps_scores(here) and (found := self._of_scores(equation, here, results)):
+            return found
         if known.kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
         found = [UNREAD] * len(equation.invars)
@@ -265,6 +289,24 @@ class _DemandFlow(BackwardFlow[Demand]):
                 if place is not None:
                     found[place] |= demand
         return found
+
+    def _of_scores(
+        self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """Returns the demands of an operation on scores; nothing for others."""
+        if subtracts_maximum(equation, self.makers):
+            self.shifted.add(equation.invars[0])
+            return Demand.SHIFT, Demand.FULL
+        if equation.primitive.name == "reduce_max":
+            return (Demand.SHIFT,) if equation.invars[0] in self.shifted else ()
+        if Demand.SHIFT not in together(results) or Demand.FULL in together(results):
+            return ()
+        found = scaled_product(equation, self.makers)
+        if found is None or not _is_cast_to_half(self.makers.equations[found[0]], here):
+            return ()
+        self.factors[found[0]] = found[1]
+        self.scaled.update(equation.outvars)
+        return (together(results),) * 2
 
     def _is_residual(self, equation: JaxprEqn, is_full: bool, is_half: bool) -> bool:
         if not (
@@ -380,6 +422,19 @@ def _is_of_half(equation: JaxprEqn, settings: Settings) -> bool:
     """Returns whether an operation cast to half precision gets the active one."""
     are_castable = all(map(is_castable, avals(equation.invars[:2])))
     return are_castable and half_dtype_of(equation, settings) == settings.dtype
+
+
+_OF_SCORES = ("dot_general", "mul", "div", "select_n", "reduce_max", "sub")
+
+
+def keeps_scores(settings: Settings) -> bool:
+    """Returns whether scores are scaled and masked in half precision."""
+    if not settings.is_enabled or settings.dtype != jnp.bfloat16:
+        return False
+    rules = settings.rules
+    if not rules.looks_ahead or any(map(rules._first_of, _OF_SCORES)):
+        return False
+    return is_tpu(settings)
 
 
 # JAX's names for the highest precision.

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence, Set
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -31,6 +32,7 @@ from .._program import (
     is_along_vmap,
     parts,
     properties,
+    with_factor,
 )
 from .._quantize import Target, target_from
 from .._settings import Precision, Rule
@@ -197,12 +199,25 @@ def _emit(case: Case) -> list[Value]:
     if known.moves or is_declared:
         with _noted(case, Choice(known.kind, Reason.MOVES)):
             return _emit_move(case) if known.moves else _join(case)
+    if (scaled := _scaled_already(case)) is not None:
+        with _noted(case, Choice(known.kind, Reason.SCALED, scaled.dtype)):
+            return [scaled]
     results = _emit_decided(case)
     if any(v in case.ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
     if settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
         return [stream(v.array) if v.is_computed_in_half else v for v in results]
     return results
+
+
+def _scaled_already(case: Case) -> Value | None:
+    """Returns the matmul that is multiplied here, if it was multiplied already."""
+    if case.equation.outvars[0] not in case.ahead.scaled:
+        return None
+    for value in case.operands:
+        if value.facts.is_scaled:
+            return Value(value.array, value.facts._replace(is_scaled=False))
+    return None
 
 
 def _emit_move(case: Case) -> list[Value]:
@@ -384,6 +399,10 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
         else v.array
         for v, atom in zip(case.operands, equation.invars, strict=True)
     ]
+    if choice.reason is Reason.MASKED:
+        fills = [v.facts.fill for v in case.operands]
+        pairs = zip(arrays, fills, strict=True)
+        arrays = [x if n is None else jnp.full_like(x, n) for x, n in pairs]
     if choice.dtype is not None and properties(case.name).kind is PrimitiveClass.HALF:
         return _product(case, arrays, choice.dtype)
     if case.name in SCATTERS:
@@ -413,6 +432,11 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
+    factor = case.ahead.factors.get(equation.outvars[0])
+    if factor is not None:
+        equation = with_factor(equation, factor)
+        (result,) = bind_equation(equation, *arrays)
+        return [Value(result, Facts(is_scaled=True))]
     if _target(case).wants_cpu_form and not asks_for_half_sums(case):
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL

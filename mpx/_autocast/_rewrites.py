@@ -14,10 +14,10 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .._base.dtypes import is_half
-from .._base.jax_compat import bind_equation, is_for_tpu
+from .._base.jax_compat import bind_equation
 from .._base.typing import AnyArray, Length, Shape
 from .._program import aval_of, avals
-from ._context import FULL, Value, computed, declared, is_castable
+from ._context import FULL, Value, computed, declared, is_castable, is_tpu
 from ._decide import Case
 
 # --- The gradient of a bias -----------------------------------------------------------
@@ -44,8 +44,7 @@ def with_rounded_gradient(case: Case, results: list[Value]) -> list[Value]:
     products = [v.dtype for v in case.operands if v.is_computed_in_half]
     if not products or all(v.facts.parameter is None for v in case.operands):
         return results
-    target = case.settings.target
-    if is_for_tpu() if target is None else target.platform == "tpu":
+    if is_tpu(case.settings):
         return results
     (summed,) = results
     array = _rounded(summed.array, products[0])
@@ -247,7 +246,7 @@ def converted(equation: JaxprEqn, value: Value) -> Value:
         (array,) = bind_equation(equation.replace(params=params), value.array)
         return Value(array, value.facts, slots=value.slots, stored=value.stored)
     array = value.cast(target)
-    facts = value.facts._replace(is_declared=value.is_constant)
+    facts = value.facts._replace(is_declared=value.is_constant, fill=None)
     result = Value(array, facts, value.is_constant, value.slots, value.stored)
     if value.facts.is_weight and value.dtype == FULL:
         result.float32_source = value

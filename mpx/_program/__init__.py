@@ -8,6 +8,7 @@ The only fact about precision here is each primitive's default class. In order:
 - `flow`: propagates facts forward or backward;
 - `calls`: converts a call with any PyTrees to a function of arrays;
 - `islands`: parts between matmuls that are cheap to recompute, and residual streams;
+- `scores`: matmuls that are scaled and masked on their way to a softmax;
 - `remat`: recomputes a program in the backward pass, and counts residuals;
 - `cuts`: the parts of an array that a program reads;
 - `homogeneity`: whether a program is proportional to some inputs;
@@ -17,7 +18,7 @@ The only fact about precision here is each primitive's default class. In order:
 """
 
 from .calls import Call, Form, divide, is_array_or_type, named_like
-from .cpu_products import in_cpu_form, multiply_to_float32
+from .cpu_products import in_cpu_form, multiply_to_float32, with_factor
 from .cuts import Box, are_apart, boxes_read, is_covered, is_read_once
 from .equations import (
     FEW_USES,
@@ -74,6 +75,7 @@ from .remat import (
     measured_bytes,
     recomputed_if_cheap,
 )
+from .scores import scaled_product, subtracts_maximum
 from .source import (
     LIBRARIES,
     DataScope,

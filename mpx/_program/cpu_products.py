@@ -396,16 +396,54 @@ def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
     return is_half and is_known and not isinstance(params["precision"], algorithms)
 
 
-# --- Primitives that differ from JAX's on CPUs only -----------------------------------
+# --- Matmuls with a factor ------------------------------------------------------------
+#
+# $$y = \operatorname{half}(c \, \operatorname{f32}(a b))$$
+#
+# The factor of attention's scores, in front of the one rounding of the matmul. So is
+# that of each derivative: the cotangent of $a$ is $\operatorname{half}(c
+# \operatorname{f32}(\bar y b^T))$.
 
 
-def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
-    """Creates a primitive that differs from another one in its lowering for CPUs.
+@functools.cache
+def _with_factor(factor: float) -> Primitive:
+    def multiply(
+        product: Callable[..., Array], left: Array, right: Array, **params: Any
+    ) -> Array:
+        dtype = params["preferred_element_type"] or left.dtype
+        if dtype == left.dtype == right.dtype == _BFLOAT16:
+            params["preferred_element_type"] = _FLOAT32
+        return (product(left, right, **params) * factor).astype(dtype)
+
+    def on_cpu(says_layout: bool, *operands: Array, **params: Any) -> Array:
+        form = functools.partial(_dot_general, says_layout)
+        return multiply(form, *operands, **params)
+
+    elsewhere = functools.partial(multiply, dot_general_p.bind)
+    return _twin(dot_general_p, on_cpu, elsewhere)
+
+
+def with_factor(equation: JaxprEqn, factor: float) -> JaxprEqn:
+    """Returns a matmul's equation, times a number before its result is rounded."""
+    return equation.replace(primitive=_with_factor(factor))
+
+
+# --- Primitives that differ from JAX's in their lowering ------------------------------
+
+
+def _twin(
+    original: Primitive,
+    on_cpu: Callable[..., Array],
+    elsewhere: Callable[..., Array] | None = None,
+) -> Primitive:
+    """Creates a primitive that differs from another one in its lowering.
 
     Args:
         original: The other one: bilinear, with one result.
         on_cpu: Computes the result on a CPU, given whether layouts can be constrained,
             and all operands and parameters.
+        elsewhere: Computes it on other devices, given operands and parameters; by
+            default the other primitive does.
     """
     twin = Primitive(original.name)
     twin.def_effectful_abstract_eval(original.abstract_eval)
@@ -439,7 +477,7 @@ def _twin(original: Primitive, on_cpu: Callable[..., Array]) -> Primitive:
         form = functools.partial(on_cpu, layouts_are_said(context))
         return lower(form)(context, *operands, **params)
 
-    mlir.register_lowering(twin, lower(original.bind))
+    mlir.register_lowering(twin, lower(elsewhere or original.bind))
     mlir.register_lowering(twin, lower_on_cpu, platform="cpu")
     answer_policies_for(twin, original)
     return twin
