@@ -111,7 +111,7 @@ def by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
     shares, chosen = jax.lax.top_k(shares, TAKEN)
     shares = shares / jnp.sum(shares, -1, keepdims=True)
     hot = jax.nn.one_hot(chosen, EXPERTS).reshape(batch, length * TAKEN, EXPERTS)
-    place = jnp.cumsum(hot, 1) * hot - 1
+    place = (jnp.cumsum(hot, 1) * hot).astype(jnp.int32) - 1
     fits = (place < room) & (hot > 0)
     at = jax.nn.one_hot(jnp.max(jnp.where(fits, place, -1), -1), room)
     sent = ((hot * fits)[..., None] * at[:, :, None]).reshape(

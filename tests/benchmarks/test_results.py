@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from benchmarks import command, documentation, parts, processes, results, summary
-from benchmarks.counts import half, residuals, sweep
+from benchmarks.counts import half, residuals, sweep, whole_steps_tpu
 from benchmarks.counts.whole_steps import DELAYED, NAIVE, PORTABLE
 from benchmarks.tables import Table
 from benchmarks.time import compiling as compile_time, host
@@ -121,7 +121,7 @@ def test_the_committed_pages_show_the_committed_results(path):
 def test_the_first_page_says_what_was_counted_and_what_was_measured():
     # By column: the last one is measured, the others are counted.
     head, _, *rows = summary.table().splitlines()
-    assert head.endswith("| loss of a small GPT to float32 |") and len(rows) == 7
+    assert head.endswith("| loss of a small GPT to float32 |") and len(rows) == 8
     below = documentation.README.read_text().partition("<!-- end -->")[2]
     assert "**counted in the program compiled for the device, not run" in below
     assert "The loss is measured" in below
@@ -174,6 +174,10 @@ def is_default(case):
 # the others changes most of them.
 CHOSEN = {
     "whole-steps whole_steps": (1, is_whole),
+    "whole-steps-tpu whole_steps_tpu": (
+        3,
+        lambda c: c["arm"] == whole_steps_tpu.DEFAULT,
+    ),
     "monitor monitor": (1, lambda c: c["model"] == "base"),
     "residuals residuals": (8, lambda c: True),
     "sweep sweep": (3, lambda c: c["devices"] == 1),
@@ -195,7 +199,7 @@ def part_of(name):
 def test_committed_counts_are_of_todays_programs(name, every, choose):
     benchmark, part = part_of(name)
     found, cases = results.read(benchmark), list(map(dataclasses.asdict, part.CASES))
-    portable = list(map(dataclasses.asdict, PORTABLE)) if "whole" in name else []
+    portable = list(map(dataclasses.asdict, PORTABLE)) if "whole-steps " in name else []
     names = list(cases[0])
     programs = {
         tuple(record[name] for name in names): record["program"]
