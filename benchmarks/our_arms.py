@@ -146,11 +146,8 @@ ON_CPU = {
 
 # Those of whole steps on TPUs: what is set, and whether gradients are checked.
 ON_TPU = {
-    arm.name: arm
-    for arm in (
-        FLOAT32,
-        autocast_arm("nothing set"),
-        autocast_arm("half stream", residual_stream="half"),
-        _alone("unchecked"),
-    )
+    "float32": FLOAT32,
+    "nothing set": autocast_arm("nothing set"),
+    "half stream": autocast_arm("half stream", residual_stream="half"),
+    "unchecked": _alone("unchecked"),
 }

@@ -56,10 +56,9 @@ class Step:
         }
 
 
-def _whole(
-    title: str, target: str, whole: str, weights: str, source: str = "whole-steps"
-) -> Step:
+def _whole(title: str, target: str, whole: str, weights: str) -> Step:
     match = {"target": target, "whole": whole, "weights": weights}
+    source = "whole-steps-tpu" if target == "v5e" else "whole-steps"
     return Step(title, source, match, "naive bfloat16")
 
 
@@ -84,7 +83,6 @@ TPU = _whole(
     "v5e",
     "Llama of 4 in a scan, scores in float32",
     "masters",
-    "whole-steps-tpu",
 )
 H100_MLP, B200_MLP = (
     _whole(

@@ -12,22 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .arranged import (
-    Model,
-    Order,
-    Sizes,
-    cross_entropy,
-    head,
-    layer_norm,
-)
-from .various import EXPERTS, TAKEN, experts
+from .arranged import Model, Order, Sizes, cross_entropy, head, layer_norm
+from .various import EXPERTS, TAKEN, experts, weights_of_experts
 from .weights import Attention, Layers
 
 # --- Attention of [batch, length, heads, size] ----------------------------------------
 
 
 def plain(
-    query: Array, key: Array, value: Array, *, full: bool, is_causal: bool
+    query: Array, key: Array, value: Array, *, full: bool, is_causal: bool = True
 ) -> Array:
     """By products; scores are scaled and masked in float32, or as they come."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
@@ -39,32 +32,28 @@ def plain(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
-IN_FLOAT32: Attention = functools.partial(plain, full=True, is_causal=True)
-# How scores are scaled and masked where the naive cast runs the model; float32 may be
-# what autocast makes of both.
+# By what the naive cast scales and masks scores in.
 SCORES: dict[str, Attention] = {
-    "float32": IN_FLOAT32,
-    "half": functools.partial(plain, full=False, is_causal=True),
+    "float32": functools.partial(plain, full=True),
+    "half": functools.partial(plain, full=False),
 }
 OF_IMAGES: Attention = functools.partial(plain, full=False, is_causal=False)
 
 
 def by_pallas(query: Array, key: Array, value: Array) -> Array:
     """Causal, by the kernel that comes with JAX."""
-    from jax.experimental.pallas.ops.tpu import flash_attention
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
     turned = (jnp.swapaxes(one, 1, 2) for one in (query, key, value))
-    scale = query.shape[-1] ** -0.5
-    mixed = flash_attention.flash_attention(*turned, causal=True, sm_scale=scale)
+    mixed = flash_attention(*turned, causal=True, sm_scale=query.shape[-1] ** -0.5)
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def _mixed(layers: Layers, x: Array, heads: int) -> Array:
+def _mixed(layers: Layers, joined: Array, heads: int) -> Array:
     """What attention makes of one product for query, key and value."""
-    batch, length, three_times = x.shape
-    joined = x.reshape(batch, length, 3 * heads, -1)
-    mixed = layers.attend(*jnp.split(joined, 3, axis=2))
-    return mixed.reshape(batch, length, three_times // 3)
+    parts = joined.reshape(*joined.shape[:2], 3 * heads, -1)
+    mixed = layers.attend(*jnp.split(parts, 3, axis=2))
+    return mixed.reshape(*joined.shape[:2], -1)
 
 
 # --- Models ---------------------------------------------------------------------------
@@ -72,29 +61,24 @@ def _mixed(layers: Layers, x: Array, heads: int) -> Array:
 
 def vit(sizes: Sizes, order: Order) -> Model:
     """Cross entropy of images in patches, with a token for the class before them."""
-    width = sizes.width
 
-    def bias(layers: Layers, name: str, x: Array) -> Array:
-        return layers.weight(f"{name} bias", x.shape[-1]).astype(x.dtype)
-
-    def dense(layers: Layers, name: str, x: Array, features: int) -> Array:
-        found = layers.dense(name, x, features)
-        return found + bias(layers, name, found)
+    def biased(layers: Layers, name: str, x: Array) -> Array:
+        return x + layers.weight(f"{name} bias", x.shape[-1]).astype(x.dtype)
 
     def block(layers: Layers, x: Array) -> Array:
-        joined = dense(layers, "qkv", layer_norm(layers, "norm1", x), 3 * width)
-        mixed = _mixed(layers, joined, sizes.heads)
+        joined = layers.dense("qkv", layer_norm(layers, "norm1", x), 3 * sizes.width)
+        mixed = _mixed(layers, biased(layers, "qkv", joined), sizes.heads)
         # As it is written: the bias comes behind the sum.
-        x = x + layers.dense("out", mixed, width) + bias(layers, "out", x)
-        hidden = dense(layers, "up", layer_norm(layers, "norm2", x), sizes.hidden)
-        x = x + layers.dense("down", jax.nn.gelu(hidden), width)
-        return x + bias(layers, "down", x)
+        x = biased(layers, "out", x + layers.dense("out", mixed, sizes.width))
+        hidden = layers.dense("up", layer_norm(layers, "norm2", x), sizes.hidden)
+        hidden = jax.nn.gelu(biased(layers, "up", hidden))
+        return biased(layers, "down", x + layers.dense("down", hidden, sizes.width))
 
     def loss(layers: Layers, batch: tuple[Array, Array]) -> Array:
         patches, labels = batch
-        x = layers.dense("embed", patches, width)
-        token = layers.weight("token", 1, 1, width).astype(x.dtype)
-        x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, width)), x], 1)
+        x = layers.dense("embed", patches, sizes.width)
+        token = layers.weight("token", 1, 1, sizes.width).astype(x.dtype)
+        x = jnp.concatenate([jnp.broadcast_to(token, (len(x), *token.shape[1:])), x], 1)
         x = x + layers.weight("positions", *x.shape[1:]).astype(x.dtype)
         x = layer_norm(layers, "norm", order.run(layers, sizes.layers, block, x)[:, 0])
         return cross_entropy(head(layers, x, sizes.classes), labels)
@@ -104,27 +88,21 @@ def vit(sizes: Sizes, order: Order) -> Model:
 
 def by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Experts have room for 1.25 of their share of a text; the rest is dropped."""
-    batch, length, width = x.shape
+    batch, length, _ = x.shape
     room = int(length * TAKEN / EXPERTS * 1.25)
-    router = layers.weight("router", width, EXPERTS).astype(x.dtype)
-    shares = jax.nn.softmax((x @ router).astype(jnp.float32))
-    shares, chosen = jax.lax.top_k(shares, TAKEN)
+    logits = head(layers, x, EXPERTS).astype(jnp.float32)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), TAKEN)
     shares = shares / jnp.sum(shares, -1, keepdims=True)
     hot = jax.nn.one_hot(chosen, EXPERTS).reshape(batch, length * TAKEN, EXPERTS)
     place = (jnp.cumsum(hot, 1) * hot).astype(jnp.int32) - 1
     fits = (place < room) & (hot > 0)
     at = jax.nn.one_hot(jnp.max(jnp.where(fits, place, -1), -1), room)
-    sent = ((hot * fits)[..., None] * at[:, :, None]).reshape(
-        batch, length, TAKEN, EXPERTS, room
-    )
+    sent = (hot * fits)[..., None] * at[:, :, None]
+    sent = sent.reshape(batch, length, TAKEN, EXPERTS, room)
     combine = jnp.sum(sent * shares[..., None, None], 2)
     dispatch, combine = (combine > 0).astype(x.dtype), combine.astype(x.dtype)
     rows = jnp.einsum("btec,btd->becd", dispatch, x)
-    inside, outside = (width, sizes.hidden), (sizes.hidden, width)
-    gate, up, down = (
-        layers.weight(name, EXPERTS, *shape).astype(x.dtype)
-        for name, shape in (("gate", inside), ("up", inside), ("down", outside))
-    )
+    gate, up, down = weights_of_experts(layers, x, sizes)
     hidden = jax.nn.silu(jnp.einsum("becd,edf->becf", rows, gate))
     hidden = hidden * jnp.einsum("becd,edf->becf", rows, up)
     back = jnp.einsum("becf,efd->becd", hidden, down)
@@ -132,19 +110,6 @@ def by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 
 dispatched = functools.partial(experts, mix=by_einsum)
-
-
-def group_norm(layers: Layers, name: str, x: Array, groups: int = 32) -> Array:
-    """Over places and the channels of a group, in float32."""
-    scale, shift = (
-        layers.weight(f"{name}_{what}", x.shape[-1]).astype(jnp.float32)
-        for what in ("scale", "shift")
-    )
-    parts = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
-    normed = jax.nn.standardize(parts, (1, 2, 4), epsilon=1e-5).reshape(x.shape)
-    return (normed * scale + shift).astype(x.dtype)
-
-
 CHANNELS = (128, 256, 512)
 
 
@@ -152,23 +117,25 @@ def unet(sizes: Sizes, order: Order) -> Model:
     """Squared error of an image that is found again, at a time of diffusion."""
     del order
 
-    def active(layers: Layers, name: str, x: Array) -> Array:
-        return jax.nn.silu(group_norm(layers, name, x))
+    def normed(layers: Layers, name: str, x: Array) -> Array:
+        scale, shift = (
+            layers.weight(f"{name}_{what}", x.shape[-1]).astype(jnp.float32)
+            for what in ("scale", "shift")
+        )
+        parts = x.astype(jnp.float32).reshape(*x.shape[:3], 32, -1)
+        parts = jax.nn.standardize(parts, (1, 2, 4), epsilon=1e-5)
+        return (parts.reshape(x.shape) * scale + shift).astype(x.dtype)
+
+    def convolved(layers: Layers, name: str, x: Array, channels: int) -> Array:
+        x = jax.nn.silu(normed(layers, f"{name}_norm", x))
+        return layers.convolve(name, x, channels, 3)
 
     def block(layers: Layers, x: Array, time: Array, channels: int) -> Array:
-        inner = layers.convolve("conv1", active(layers, "norm1", x), channels, 3)
+        inner = convolved(layers, "conv1", x, channels)
         inner = inner + layers.dense("time", jax.nn.silu(time), channels)[:, None, None]
-        inner = layers.convolve("conv2", active(layers, "norm2", inner), channels, 3)
-        if x.shape != inner.shape:
-            x = layers.convolve("around", x, channels, 1)
-        return inner + x
-
-    def mix(layers: Layers, x: Array) -> Array:
-        channels = x.shape[-1]
-        rows = group_norm(layers, "norm", x).reshape(len(x), -1, channels)
-        joined = layers.dense("qkv", rows, 3 * channels)
-        mixed = _mixed(layers, joined, sizes.heads)
-        return x + layers.dense("out", mixed, channels).reshape(x.shape)
+        inner = convolved(layers, "conv2", inner, channels)
+        is_same = x.shape == inner.shape
+        return inner + (x if is_same else layers.convolve("around", x, channels, 1))
 
     def loss(layers: Layers, batch: tuple[Array, Array]) -> Array:
         images, times = batch
@@ -182,14 +149,16 @@ def unet(sizes: Sizes, order: Order) -> Model:
             if channels != CHANNELS[-1]:
                 kept.append(x)
                 x = layers.convolve(f"down{index}", x, channels, 3, 2)
-        x = mix(layers.at("attention"), x)
-        x = block(layers.at("middle"), x, time, CHANNELS[-1])
+        rows = normed(layers, "attention", x).reshape(len(x), -1, channels)
+        joined = layers.dense("qkv", rows, 3 * channels)
+        mixed = layers.dense("out", _mixed(layers, joined, sizes.heads), channels)
+        x = block(layers.at("middle"), x + mixed.reshape(x.shape), time, channels)
         for index, skipped in reversed(list(enumerate(kept))):
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
             x = layers.convolve(f"up{index}", x, skipped.shape[-1], 3)
             x = jnp.concatenate([x, skipped], -1)
-            x = block(layers.at(f"out{index}"), x, time, skipped.shape[-1])
-        found = layers.convolve("out", active(layers, "norm", x), images.shape[-1], 3)
+            x = block(layers.at(f"from{index}"), x, time, skipped.shape[-1])
+        found = convolved(layers, "last", x, images.shape[-1])
         return jnp.mean(jnp.square((found - images).astype(jnp.float32)))
 
     return loss

@@ -7,6 +7,7 @@ mixture of experts; a ResNet with batch norms. They are functions of their layer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,26 +62,21 @@ def lstm_layer(layers: Layers, x: Array) -> Array:
     return jax.lax.scan(turn, (zeros, zeros), x)[1]
 
 
-def state_space(sizes: Sizes, order: Order, full: bool = False) -> Model:
-    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated.
-
-    Their scan is in float32 if it is `full`, which Mamba's own code says by hand.
-    """
+def state_space(sizes: Sizes, order: Order, full: Any = None) -> Model:
+    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated; of a dtype."""
 
     def block(layers: Layers, x: Array) -> Array:
         found = layers.dense("into", rms_norm(layers, "norm", x), 3 * sizes.hidden)
         drive, decay, gate = jnp.split(found, 3, axis=-1)
-        if full:
-            drive, decay = drive.astype(jnp.float32), decay.astype(jnp.float32)
-        decay = jax.nn.sigmoid(decay)
+        decay = jax.nn.sigmoid(decay.astype(full or x.dtype))
 
         def combine(first: Any, second: Any) -> tuple[Array, Array]:
             return first[0] * second[0], second[0] * first[1] + second[1]
 
-        pairs = decay, (1 - decay) * drive
+        pairs = decay, (1 - decay) * drive.astype(decay.dtype)
         _, states = jax.lax.associative_scan(combine, pairs, axis=1)
-        gated = (states * jax.nn.silu(gate)).astype(x.dtype)
-        return x + layers.dense("out", gated, sizes.width)
+        gated = states * jax.nn.silu(gate)
+        return x + layers.dense("out", gated.astype(x.dtype), sizes.width)
 
     def loss(layers: Layers, tokens: Any) -> Array:
         x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
@@ -100,14 +96,16 @@ def _routed(layers: Layers, x: Array) -> tuple[Array, Array]:
     return chosen, jax.nn.softmax(logits).astype(x.dtype)
 
 
+def weights_of_experts(layers: Layers, x: Array, sizes: Sizes) -> Iterator[Array]:
+    """Into the hidden layer twice, and out of it."""
+    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
+    for name, shape in {"gate": inside, "up": inside, "down": outside}.items():
+        yield layers.weight(name, EXPERTS, *shape).astype(x.dtype)
+
+
 def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Tokens are sorted by their experts."""
-    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
-    shapes = {"gate": inside, "up": inside, "down": outside}
-    gate, up, down = (
-        layers.weight(name, EXPERTS, *shape).astype(x.dtype)
-        for name, shape in shapes.items()
-    )
+    gate, up, down = weights_of_experts(layers, x, sizes)
     rows = x.reshape(-1, x.shape[-1])
     chosen, shares = _routed(layers, rows)
     order = jnp.argsort(chosen.reshape(-1))

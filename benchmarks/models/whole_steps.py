@@ -106,34 +106,23 @@ _OF_TPUS = {
         "Llama of 4 in a scan": (llama, _LLAMA_4, _IN_SCAN),
         "GPT of 4": (gpt, _GPT_4, _GPT_ORDER),
         "experts by einsum": (on_tpu.dispatched, _EXPERTS),
+        "experts by ragged_dot": (experts, _EXPERTS),
     }.items()
     for scores, attention in on_tpu.SCORES.items()
 }
+_IMAGES = {"context": 0, "attention": on_tpu.OF_IMAGES}
+_VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
 _OF_TPUS |= {
     "Llama of 2, flash attention": Whole(llama, _LLAMA_2, attention=on_tpu.by_pallas),
-    "experts by ragged_dot": Whole(experts, _EXPERTS, attention=on_tpu.IN_FLOAT32),
-    "ViT-B": Whole(
-        on_tpu.vit,
-        Sizes(768, 3072, 1000, layers=3, heads=12),
-        _KEPT,
-        rows=64,
-        context=0,
-        image=(196, 768),
-        attention=on_tpu.OF_IMAGES,
-    ),
-    "U-Net": Whole(
-        on_tpu.unet,
-        Sizes(512, 0, 1000, 0, heads=8),
-        rows=16,
-        context=0,
-        image=(64, 64, 4),
-        attention=on_tpu.OF_IMAGES,
-    ),
+    "ViT-B": Whole(on_tpu.vit, _VIT, _KEPT, rows=64, image=(196, 768), **_IMAGES),
+    "U-Net": Whole(on_tpu.unet, _UNET, rows=16, image=(64, 64, 4), **_IMAGES),
     "ResNet of 224": Whole(
         resnet, Sizes(0, 0, 1000, 1), rows=64, context=0, image=(224, 224, 3)
     ),
     "state space of 2, float32 scan": Whole(
-        functools.partial(state_space, full=True), Sizes(1024, 2048, 16_384, 2), _KEPT
+        functools.partial(state_space, full=jnp.float32),
+        Sizes(1024, 2048, 16_384, 2),
+        _KEPT,
     ),
     "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), rows=64, context=256),
 }
@@ -176,8 +165,7 @@ class Case:
         weights: What is kept of them: `"float32"`, `"masters"` for bfloat16 with
             float32 masters in the optimizer's state, `"frozen"` for bfloat16 of
             which only adapters are trained, or one of `FEW`.
-        arm: `NAIVE`, `FLAX`, `QWIX`, one of `peers.eight_bits`, `FLOAT32`, whose
-            weights always are, or ours.
+        arm: `NAIVE`, `FLAX`, `QWIX`, one of `peers.eight_bits`, float32, or ours.
         portable: Two blocks, with attention in plain JAX, which lower without cuDNN.
     """
 
@@ -239,7 +227,7 @@ def _parts(tree: Any, kept: Kept) -> _Parts:
 
 
 def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:
-    """Random weights; matrices in bfloat16, but where they are kept in float32."""
+    """Random weights; matrices in bfloat16, but where they or all are in float32."""
     weights, shapes = random_weights(model, data, key), shapes_of(model, data).tree
     if case.weights == "float32" or case.arm == FLOAT32.name:
         return weights
@@ -281,9 +269,7 @@ def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, An
 
     from .. import our_arms
 
-    attention = attend or functools.partial(
-        mpx.nn.dot_product_attention, is_causal=True
-    )
+    kernel = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     recipes = our_arms.RECIPES | our_arms.BY_KERNEL
     name = "delayed" if case.arm == STORED else case.arm
     options = {"recipe": recipes[name]} if name in recipes else {}
@@ -302,7 +288,7 @@ def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, An
     def loss(trained: Any, batch: Any) -> Array:
         frozen, data = batch
         tree = eqx.combine(trained, frozen)
-        return model(Weights(tree, attention=attention), data)
+        return model(Weights(tree, attention=attend or kernel), data)
 
     def first(parts: _Parts, batch: Any) -> tuple:
         scaling = arm.first_scaling(loss, parts.trained, batch)

@@ -18,7 +18,7 @@ _TEXTS = {"rows": 4, "context": 16}
 TINY = {
     "vit": models.Whole(on_tpu.vit, _SIZES, image=(9, 12), **_IMAGES),
     "experts": models.Whole(
-        on_tpu.dispatched, _SIZES, attention=on_tpu.IN_FLOAT32, **_TEXTS
+        on_tpu.dispatched, _SIZES, attention=on_tpu.SCORES["float32"], **_TEXTS
     ),
     "scan": models.Whole(
         models.WHOLE["state space of 2, float32 scan"].model, _SIZES, **_TEXTS
@@ -39,7 +39,7 @@ def test_the_arms_have_the_losses_of_float32(name):
 
     expected = losses(part.FLOAT32)
     assert expected[0] != expected[1]
-    for arm in part._ARMS[1:]:
+    for arm in part.ARMS[1:]:
         assert losses(arm) == pytest.approx(expected, rel=0.03), arm
 
 
@@ -54,12 +54,10 @@ def test_goals_and_tables(share, met):
         found.records.append({**dataclasses.asdict(case), "counts": counts})
     goals = list(part.goals(found))
     assert len(goals) >= len(part.LIMITS) and {goal.met for goal in goals} == {met}
-    side_by_side, every = part.tables(found)
-    assert len(every.rows) == len(part.CASES)
-    assert {cell for row in side_by_side.rows for cell in row[1:]} == {
-        "",
-        " / ".join([f"{share:.2f}"] * 3),
-    }
+    (table,) = part.tables(found)
+    assert len(table.rows) == len(part.STEPS) + 1
+    shares = {cell for row in table.rows for cell in row[2:]}
+    assert shares == {"", " / ".join([f"{share:.2f}"] * 3)}
 
 
 PROGRAM = """HloModule step
