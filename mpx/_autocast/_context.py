@@ -146,6 +146,7 @@ class Value:
         is_shared: Whether several uses read it, some in float32; see `shared`.
         float32_source: The weight in float32 that the program rounded to it.
         input_scales: By recipe, the scales of the first product that reads it.
+        summands: Of a residual addition to which a bias is added: what it adds.
         dtype: Its present dtype, cached: JAX computes that of a tracer slowly.
     """
 
@@ -160,6 +161,7 @@ class Value:
     input_scales: dict[AbstractRecipe, AnyArray] = dataclasses.field(
         default_factory=dict
     )
+    summands: "list[Value]" = dataclasses.field(default_factory=list)
     dtype: Any = dataclasses.field(init=False)
     # The casts of a computed value, and the number of uses that share each.
     _casts: dict[np.dtype, list[Any]] = dataclasses.field(default_factory=dict)

@@ -84,6 +84,7 @@ class Demands(NamedTuple):
         sums: The sums of two products, which are stored in half precision.
         factors: The numbers that matmuls are multiplied by before they are rounded.
         scaled: The results of these multiplications.
+        unbiased: The results of residual additions to which a bias is added.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or an inner program may move: stacks of weights perhaps.
     """
@@ -97,6 +98,7 @@ class Demands(NamedTuple):
     sums: Set[Var] = frozenset()
     factors: Mapping[Atom, float] = MappingProxyType({})
     scaled: Set[Var] = frozenset()
+    unbiased: Set[Var] = frozenset()
     moved_weights: tuple[Var, ...] = ()
 
     @property
@@ -218,11 +220,14 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.sums: set[Var] = set()
         self.factors: dict[Atom, float] = {}
         self.scaled: set[Var] = set()
+        self.unbiased: set[Var] = set()
         self.shifted: set[Atom] = set()
         self.moved: set[Atom] = set()
         self._run, self._settings, self._jaxpr = run, settings, jaxpr
         self._declared = _declared_variables(jaxpr, are_declared)
         self.makers = makers_of(jaxpr)
+
+        self._keeps_scores = functools.cache(keeps_scores)
 
     def plan(self, results: Wanted) -> Demands:
         """Returns the demands on the values of the program."""
@@ -238,6 +243,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.sums,
             self.factors,
             self.scaled,
+            self.unbiased,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
         )
 
@@ -263,10 +269,14 @@ class _DemandFlow(BackwardFlow[Demand]):
         declared = tuple(map(self.is_declared, equation.invars))
         is_full = bool(results) and results[0] == Demand.FULL
         is_half = here.residual_stream == "half" and here.is_enabled
+        if is_half and any(declared) and self._adds_bias_to_residual(equation):
+            self.residuals.update(equation.outvars)
+            return Demand.FULL, Demand.FULL
         if not any(declared) and self._is_residual(equation, is_full, is_half):
             # `backward` calls this once per equation, when the demands of all users
             # are known.
-            self.residuals.update(equation.outvars)
+            if equation.outvars[0] not in self.unbiased:
+                self.residuals.update(equation.outvars)
             found = (looked_up(a, self.makers) for a in equation.invars)
             self.beginnings.update(v for v in found if v is not None)
             if is_half:
@@ -276,7 +286,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
-        if keeps_scores(here) and (found := self._of_scores(equation, here, results)):
+        if self._keeps_scores(here) and (found := self._of_scores(equation, here, results)):
             return found
         if known.kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
@@ -318,6 +328,25 @@ class _DemandFlow(BackwardFlow[Demand]):
         # An addition to a half-precision stream may be half, too, without loss.
         branches = equation.invars
         return not is_half or any(is_made_of_product(a, self.makers) for a in branches)
+
+    def _adds_bias_to_residual(self, equation: JaxprEqn) -> bool:
+        """Returns whether an equation adds to a residual addition that only it reads.
+
+        The stream in `x + h @ w + b` is the whole sum.
+        """
+        if equation.primitive.name != "add":
+            return False
+        for atom in equation.invars:
+            maker = (
+                None if isinstance(atom, Literal) else self.makers.equations.get(atom)
+            )
+            if maker is None or self.makers.readers[atom] != 1:
+                continue
+            is_declared = any(map(self.is_declared, maker.invars))
+            if not is_declared and self._is_residual(maker, False, True):
+                self.unbiased.update(maker.outvars)
+                return True
+        return False
 
     def _inputs_of(
         self,

@@ -112,7 +112,8 @@ def evaluate(
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     if ahead.moved_weights:
         values.update(cast_stacks(run, place, values, ahead))
-    found = _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums)
+    ends = ahead.residuals | ahead.sums | ahead.unbiased
+    found = _parts(run, place, jaxpr, values, ends)
     alone = read_by_one(found, ahead)
     for variable in jaxpr.invars:
         values[variable] = for_readers(variable, values[variable], ahead, alone)
@@ -165,11 +166,12 @@ def _parts(
     is_whole = place.has_own_rule or place.is_recomputed
     if is_whole or place.settings.residuals is None:
         return jaxpr.eqns
+    words = ("small", "loops") if place.is_in_loop else ("small",)
 
     def may_join(equation: JaxprEqn) -> bool:
         settings = place.settings.at(scope_names(equation))
         is_ours = settings.is_enabled or run.only_recomputes
-        is_asked_for = is_ours and settings.residuals == "small"
+        is_asked_for = is_ours and settings.residuals in words
         is_end = any(v in ends for v in equation.outvars)
         return is_asked_for and not is_end and not is_differentiated(equation)
 
@@ -202,7 +204,9 @@ def _emit(case: Case) -> list[Value]:
     if (scaled := _scaled_already(case)) is not None:
         with _noted(case, Choice(known.kind, Reason.SCALED, scaled.dtype)):
             return [scaled]
-    results = _emit_decided(case)
+    results = _biased(case) or _emit_decided(case)
+    if equation.outvars[0] in case.ahead.unbiased:
+        results[0].summands = case.operands
     if any(v in case.ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
     if settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
@@ -235,6 +239,26 @@ def _emit_move(case: Case) -> list[Value]:
         return moved
     begins = any(v in case.ahead.beginnings for v in case.equation.outvars)
     return [_rounded(case.place, v) for v in moved] if begins else moved
+
+
+def _biased(case: Case) -> list[Value] | None:
+    """Emits `(x + y) + bias`, with a stream `x`, as `x + (y + bias)`; None for others.
+
+    So the branch is summed in float32, and the half-precision stream is rounded once.
+    """
+    pairs = (case.operands, case.operands[::-1]) if case.name == "add" else ()
+    for summed, bias in pairs:
+        if summed.summands:
+            y, x = sorted(summed.summands, key=lambda v: v.facts.is_stream)
+            kind, dtype = properties(case.name).kind, case.settings.dtype
+            inner = case._replace(operands=[y, bias])
+            with _noted(case, Choice(kind, Reason.BETWEEN, FULL)):
+                branch = _emit_operation(inner, Choice(kind, Reason.BETWEEN, FULL))
+                branch = with_rounded_gradient(inner, branch)
+            choice = Choice(kind, Reason.STREAM, dtype)
+            with _noted(case, choice):
+                return _emit_operation(case._replace(operands=[x, *branch]), choice)
+    return None
 
 
 def _emit_decided(case: Case) -> list[Value]:

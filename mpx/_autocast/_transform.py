@@ -44,7 +44,7 @@ from .._settings import (
 )
 from .._stored_weights import dequantize_weights
 from ._call import Invocation, call_autocast, call_recomputing
-from ._context import Programs
+from ._context import Programs, is_tpu
 from ._decide import expect_unused
 
 # --- Functions that are switched off, `mpx.autocast(func, enabled=False)` -------------
@@ -160,7 +160,9 @@ def autocast(
         residuals: "small" (the default) recomputes softmax, norms, gelu and the like in
             the backward pass from their half-precision inputs instead of saving float32
             residuals. Values are the same; gradients differ only by the order in which
-            those of several uses are summed. "fast" saves what JAX saves.
+            those of several uses are summed. "fast" saves what JAX saves. "loops" is
+            "small" in loops and "fast" outside: the default for TPUs, whose compiler
+            recomputes cheap operations itself, but not in loops.
         recipe: Quantizes weight matmuls to 8 bits or fewer in the forward and backward
             pass: `mpx.Float8CurrentScaling()`, `mpx.DelayedScaling()`, ... By default
             nothing is quantized. Attention's activation matmuls and the output layer
@@ -232,7 +234,8 @@ def autocast(
         words = ("full", "half")
         options["residual_stream"] = _one_of("residual_stream", residual_stream, words)
     if residuals is not None:
-        options["residuals"] = _one_of("residuals", residuals, ("small", "fast"))
+        words = ("small", "loops", "fast")
+        options["residuals"] = _one_of("residuals", residuals, words)
     if strict is not None:
         options["is_strict"] = read_switch("strict", strict, _CALL)
     if enabled is not None:
@@ -293,12 +296,12 @@ def _checked_rules(rules: object) -> Rules:
     )
 
 
-def _one_of(option: str, value: str, words: tuple[str, str]) -> str:
-    """Returns the value of an option if it is one of two words, else raises."""
+def _one_of(option: str, value: str, words: tuple[str, ...]) -> str:
+    """Returns the value of an option if it is one of some words, else raises."""
     if value not in words:
-        first, second = words
+        *firsts, last = (f'"{word}"' for word in words)
         raise ValueError(
-            f'`{option}` of {_CALL} must be "{first}" or "{second}"; got '
+            f"`{option}` of {_CALL} must be {', '.join(firsts)} or {last}; got "
             f"{describe(value)}."
         )
     return value
@@ -447,19 +450,17 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def ambient_residuals() -> str:
-    """Returns the active `residuals` outside autocast: "small" or "fast"."""
-    settings = resolved(Settings())
-    target = settings.target or target_from(None)
-    if settings.residuals is None and target.platform == "tpu":
-        return "fast"  # not counted since autocast's default became "small" there
-    return _residuals(settings)
+    """Returns the active `residuals` outside autocast."""
+    return _residuals(resolved(Settings()))
 
 
 def _residuals(settings: Settings) -> str:
     """Returns the `residuals` of the settings, or the default."""
-    # In float32 there is no half-precision value to recompute from.
-    is_wide = settings.dtype == np.float32
-    return settings.residuals or ("fast" if is_wide else "small")
+    if settings.residuals:
+        return settings.residuals
+    if settings.dtype == np.float32:
+        return "fast"  # there is no half-precision value to recompute from
+    return "loops" if is_tpu(settings) else "small"
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:

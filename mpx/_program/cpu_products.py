@@ -411,9 +411,11 @@ def _with_factor(factor: float) -> Primitive:
         product: Callable[..., Array], left: Array, right: Array, **params: Any
     ) -> Array:
         dtype = params["preferred_element_type"] or left.dtype
-        if dtype == left.dtype == right.dtype == _BFLOAT16:
+        is_half = dtype == left.dtype == right.dtype == _BFLOAT16
+        if is_half and abs(math.frexp(factor)[0]) != 0.5:
             params["preferred_element_type"] = _FLOAT32
-        return (product(left, right, **params) * factor).astype(dtype)
+        result = product(left, right, **params)
+        return (result * jnp.asarray(factor, result.dtype)).astype(dtype)
 
     def on_cpu(says_layout: bool, *operands: Array, **params: Any) -> Array:
         form = functools.partial(_dot_general, says_layout)
@@ -445,6 +447,7 @@ def _twin(
         elsewhere: Computes it on other devices, given operands and parameters; by
             default the other primitive does.
     """
+    is_for_cpus = original is dot_general_p and elsewhere is None
     twin = Primitive(original.name)
     twin.def_effectful_abstract_eval(original.abstract_eval)
 
@@ -456,7 +459,11 @@ def _twin(
     ad.defbilinear(
         twin,
         lambda g, x, y, **params: _transposed(twin, original, 0, g, y, x.aval, params),
-        lambda g, x, y, **params: _transposed(twin, original, 1, g, x, y.aval, params),
+        lambda g, x, y, **params: (
+            _cotangent_of_right(twin, g, x, y.aval, params)
+            if is_for_cpus
+            else _transposed(twin, original, 1, g, x, y.aval, params)
+        ),
     )
 
     def batched(axis: Any, operands: Any, axes: Any, **params: Any) -> Any:
@@ -498,9 +505,6 @@ def _transposed(
     params: dict[str, Any],
 ) -> Array:
     """Returns an operand's cotangent, from the result's and the other operand."""
-    if original is dot_general_p and position == 1:
-        numbers = params["dimension_numbers"]
-        return _cotangent_of_right(twin, g, other, aval, numbers, params["precision"])
 
     def by_rule(g: Array, other: Array) -> Array:
         def product(x: Array) -> Array:
@@ -531,15 +535,14 @@ def _cotangent_of_right(
     g: Array,
     left: Array,
     right: Any,
-    numbers: DimensionNumbers,
-    precision: Any,
+    params: dict[str, Any],
 ) -> Array:
     """Returns the cotangent of the right operand, as `left` by `g`.
 
     JAX multiplies `g` by the left operand and transposes the result. For a weight that
     would be a separate pass, because a rounding is between it and the matmul.
     """
-    (lc, rc), (lb, rb) = numbers
+    (lc, rc), (lb, rb) = params["dimension_numbers"]
     kept = [i for i in range(left.ndim) if i not in (*lc, *lb)]
     of_g = range(len(lb), len(lb) + len(kept))
     # The result has batch axes, contracted axes in the order of `left`, and kept axes.
@@ -552,7 +555,7 @@ def _cotangent_of_right(
             left,
             g,
             ((kept, of_g), (lb, range(len(lb)))),
-            precision=precision,
+            precision=params["precision"],
             preferred_element_type=right.dtype,
             out_sharding=permuted_sharding(right, order),
         )

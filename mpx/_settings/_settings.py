@@ -44,7 +44,7 @@ class Settings:
     Attributes:
         dtype: The half-precision dtype.
         residual_stream: "full" or "half".
-        residuals: "small" or "fast"; None if not set.
+        residuals: "small", "loops" or "fast"; None if not set.
         is_enabled: Whether anything is cast.
         rules: The user's rules.
         is_strict: Whether autocast raises for what it otherwise only reports.
