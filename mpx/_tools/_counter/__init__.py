@@ -26,6 +26,7 @@ from ._hlo import (
     parse as parse,
 )
 from ._kernels import (
+    PALLAS as PALLAS,
     Kernel as Kernel,
     Message as Message,
     kernels_of as kernels_of,

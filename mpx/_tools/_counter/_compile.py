@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the script has no package
     from ._targets import Device
 
-# The compiler's own files, in the order in which it writes them.
-_MEMORY = "after_optimizations-memory-usage-report.txt"
+# The compiler's own files; it writes the program last.
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
 _PROGRAM = "after_optimizations_after_buffer_assignment.txt"
 _WHOLE = re.compile(r"^ENTRY .*^\}", re.MULTILINE | re.DOTALL)
+# Those on the chip and on the host have a color.
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), ([\w-]+)", re.MULTILINE)
+_NOT_COUNTED = ("color", "constant", "thread-local")  # as by JAX
 _POLL = 0.05
 _TUPLED = 2000  # JAX passes more arguments than these to a TPU as one tuple
 
@@ -37,8 +39,8 @@ class Program:
 
     Attributes:
         text: Its optimized, scheduled HLO.
-        memory: Bytes of arguments, results in none of them, and temporaries. On a TPU
-            without those on the chip.
+        memory: Bytes of arguments, results in none of them, and temporaries. Of a TPU
+            without those on the chip, which `compiled.memory_analysis()` includes.
         temporaries: Bytes of temporaries.
     """
 
@@ -58,12 +60,13 @@ def program_of(
         lowered: The program, lowered for these devices.
         target: The target that they are of.
         devices: All devices that the program runs on, in the order of its mesh.
-        options: Compiler options; with any, the program is compiled as a whole.
+        options: Compiler options. With them, or none in a dict, the program is compiled
+            as a whole, and with those of its `jax.jit`, which only it knows.
 
     Raises:
         jax.errors.JaxRuntimeError: The compiler refuses the program.
     """
-    if target.platform == "tpu" and options is None:
+    if devices[0].platform == "tpu" and options is None:
         found = _without_code(lowered, target, devices)
         if found is not None:
             return found
@@ -136,14 +139,11 @@ def _read(dump: Path) -> Program | None:
     if made is None or not _WHOLE.search(text):
         return None
 
-    def total(kind: str, pattern: str) -> int:
-        file = made.with_name(made.name.replace(_PROGRAM, kind))
-        found = re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
-        return sum(map(int, found))
-
-    memory = total(_MEMORY, r"^Memory Space: default.*\nTotal bytes: (\d+)")
-    sizes = r"^allocation \d+: size (\d+), preallocated-temp"
-    return Program(text, memory, total(_BUFFERS, sizes))
+    buffers = made.with_name(made.name.replace(_PROGRAM, _BUFFERS))
+    pairs = _ALLOCATION.findall(buffers.read_text(encoding="utf-8"))
+    sizes = [(int(size), kind) for size, kind in pairs if kind not in _NOT_COUNTED]
+    temporaries = sum(size for size, kind in sizes if kind == "preallocated-temp")
+    return Program(text, sum(size for size, _ in sizes), temporaries)
 
 
 def _compile(folder: Path, topology: str, numbers: list[int]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 
@@ -178,12 +179,6 @@ class Instruction:
         return int(found[1]) if found else None
 
     @property
-    def turns(self) -> int:
-        """Returns how often it runs its computations; 1 if unknown."""
-        trips = self.trips if self.opcode == "while" else None
-        return 1 if trips is None else trips
-
-    @property
     def number(self) -> int:
         """Returns the position of a parameter among the arguments."""
         return int(self.line.partition("parameter(")[2].partition(")")[0])
@@ -311,6 +306,96 @@ def frames_of(text: str) -> dict[int, list[tuple[str, str, int]]]:
     return chains
 
 
+# --- Scalars --------------------------------------------------------------------------
+
+Body = dict[str, Instruction]
+# Returns a parameter, or a part of a tuple that is the only one, by number.
+Read = Callable[[int], int | None]
+_MOST_TRIPS = 65536
+_COPIES = ("copy", "bitcast", "convert", "reshape")
+_ARITHMETIC: dict[str, Callable[..., int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "select": lambda chosen, one, other: one if chosen else other,
+}
+_LITERAL = re.compile(r"\bconstant\((-?\d+|true|false)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+
+def _trips(loop: Instruction, home: Body, bodies: dict[str, Body]) -> int | None:
+    """Returns how often a loop runs, by its counter; None if that is unknown."""
+    condition, body = (bodies[loop.called(x)[0]] for x in ("condition", "body"))
+    start, after = home.get(loop.operands[0]), _root(body)
+    if start is None or {start.opcode, after.opcode} != {"tuple"}:
+        return None
+    known: list[dict[int, int | None]] = [{}]
+
+    def part(turn: int, index: int) -> int | None:
+        if index not in known[turn]:
+            if turn:
+                before = functools.partial(part, turn - 1)
+                value = _scalar(after.operands[index], body, before, bodies)
+            else:
+                value = _scalar(start.operands[index], home, lambda _: None, bodies)
+            known[turn][index] = value
+        return known[turn][index]
+
+    root = _root(condition).name
+    for turn in range(_MOST_TRIPS):
+        goes_on = _scalar(root, condition, functools.partial(part, turn), bodies)
+        if not goes_on:
+            return None if goes_on is None else turn
+        known.append({})
+    return None
+
+
+def _scalar(name: str, body: Body, read: Read, bodies: dict[str, Body]) -> int | None:
+    """Returns the value of an integer scalar; None if that is unknown."""
+    one = body.get(name)
+    if one is None or [x.shape for x in one.results] != [()]:
+        return None
+
+    def operand(number: int) -> int | None:
+        return _scalar(one.operands[number], body, read, bodies)
+
+    value: int | None = None
+    if one.opcode == "constant" and (found := _LITERAL.search(one.line)):
+        value = int(found[1] == "true") if found[1].isalpha() else int(found[1])
+    elif one.opcode == "parameter":
+        value = read(one.number)
+    elif one.opcode == "get-tuple-element" and (index := _INDEX.search(one.line)):
+        source = body.get(one.operands[0])
+        if source is not None and source.opcode == "parameter":
+            value = read(int(index[1]))
+    elif one.opcode in _COPIES:
+        value = operand(0)
+    elif one.opcode in ("fusion", "call"):
+        inner = bodies[one.runs[0]]
+        value = _scalar(_root(inner).name, inner, operand, bodies)
+    elif one.opcode in _ARITHMETIC or one.opcode == "compare":
+        made = _ARITHMETIC.get(one.opcode)
+        made = made or getattr(operator, one.attribute("direction").lower())
+        several = [operand(number) for number in range(len(one.operands))]
+        value = None if None in several else int(made(*several))
+    kind, bits = one.results[0].kind[0], one.results[0].bits_each
+    least = -(1 << bits - 1) if kind == "s" else 0
+    # One that does not fit wraps around; a float is not followed.
+    is_held = value is not None and least <= value < least + (1 << bits)
+    return value if is_held and kind in "sup" else None
+
+
+def _root(body: Body) -> Instruction:
+    """Returns the instruction whose result is the computation's."""
+    several = list(body.values())
+    roots = (one for one in several if one.line.lstrip().startswith("ROOT"))
+    return next(roots, several[-1])
+
+
 # --- Programs -------------------------------------------------------------------------
 
 Run = tuple[Instruction, dict[str, str], int]
@@ -338,7 +423,7 @@ class Module:
     ) -> Iterator[Run]:
         """Yields what runs as a kernel, with its body's shapes, and how often.
 
-        Loops count as often as their known trip count (once where it is not known), a
+        Loops count as often as they run (once where that is unknown, see `trips`), a
         conditional counts the branch that is largest by `size`.
 
         Args:
@@ -359,9 +444,32 @@ class Module:
                 )
             elif instruction.opcode in _LOOP:
                 for one in instruction.runs:
-                    yield from self.kernels(size, one, times * instruction.turns)
+                    yield from self.kernels(size, one, times * self.turns(instruction))
             else:
                 yield instruction, shapes, times
+
+    @functools.cached_property
+    def trips(self) -> dict[str, int | None]:
+        """How often each loop runs, by its name; None if unknown.
+
+        XLA:TPU does not say so: the loop's counter is followed from its start through
+        its steps until the condition is false.
+        """
+        bodies = {
+            name: {one.name: one for one in body}
+            for name, body in self.computations.items()
+        }
+        return {
+            one.name: _trips(one, body, bodies) if one.trips is None else one.trips
+            for body in bodies.values()
+            for one in body.values()
+            if one.opcode == "while"
+        }
+
+    def turns(self, instruction: Instruction) -> int:
+        """Returns how often it runs its computations; 1 if unknown."""
+        trips = self.trips.get(instruction.name)
+        return 1 if trips is None else trips
 
     @functools.cached_property
     def frames(self) -> dict[int, list[tuple[str, str, int]]]:

@@ -62,6 +62,7 @@ class Kernel:
         few: Bytes of its results in floats of 8 bits or less, in one run.
         results: Bytes of all its results.
         frame: The number of the stack frame of its line of code; 0 without.
+        is_of_integers: Whether it multiplies integers.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Kernel:
     few: int = 0
     results: int = 0
     frame: int = 0
+    is_of_integers: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -122,16 +124,14 @@ _SCORES = re.compile(r'intermediate_tensor_shape":.*?"dimensions": ?\[([\d", ]*)
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]")
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
+PALLAS = "tpu_custom_call"
+_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 
 
 def _kernel(
     module: Module, instruction: Instruction, shapes: dict[str, str], times: int
 ) -> Kernel:
-    inside = [(instruction, shapes)]
-    if instruction.opcode == "fusion":
-        body = module.computations[instruction.runs[0]]
-        names = {one.name: one.shape for one in body}
-        inside = [(one, names) for one in body]
+    inside = list(_inside(module, instruction, shapes))
     found = [x for one in inside if (x := _product(*one)) is not None]
     further = [x for one in inside if (x := _further(*one)) is not None]
     return Kernel(
@@ -147,7 +147,26 @@ def _kernel(
         sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
         bytes_of_shape(instruction.shape),
         instruction.frame,
+        any(
+            x.kind[0] in "su"
+            for one, names in inside
+            if one.opcode in ("dot", "convolution")
+            for x in arrays_of(names[one.operands[0]])
+        ),
     )
+
+
+def _inside(
+    module: Module, instruction: Instruction, shapes: dict[str, str]
+) -> Iterator[tuple[Instruction, dict[str, str]]]:
+    """Yields an instruction, or those of a fusion and of the fusions in it."""
+    if instruction.opcode != "fusion":
+        yield instruction, shapes
+        return
+    body = module.computations[instruction.runs[0]]
+    names = {one.name: one.shape for one in body}
+    for one in body:
+        yield from _inside(module, one, names)
 
 
 def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> int:
@@ -202,7 +221,12 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         for one in reversed(body):  # users come after what they use
             size, total = _size(one.shape), 0
             for user in users[one.name]:
-                if user.opcode in ("slice", "dynamic-slice"):
+                is_part = user.opcode in ("slice", "dynamic-slice")
+                if is_part or (
+                    gathers
+                    and user.operands[:1] == (one.name,)
+                    and user.opcode == "gather"
+                ):
                     total += _size(user.shape)
                 elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
                     total += found[user.name]
@@ -212,6 +236,8 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
             found[one.name] = size if one is body[-1] else min(total, size)
         return found
 
+    # Committed counts of GPUs have the whole array that a fusion gathers from.
+    gathers = ":T(" in result  # a TPU's layouts have tiles
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
     targets = {one.name: source(one.operands[0]) for one in updates}
     by_parameter = {name: reads(name) for name in {"", *targets.values()}}
@@ -269,12 +295,20 @@ def _further(
         half = 1 + ('"mask_type": "CAUSAL"' in instruction.line)
         last = _dimensions(shapes[operand])[-1]
         return 2 * count * size * last // half, _bits(shapes[operand])
+    if call == PALLAS:
+        estimate = _ESTIMATE.search(instruction.line)
+        arrays = (x for one in instruction.operands for x in arrays_of(shapes[one]))
+        # unsure: its products are taken to be of its narrowest floats
+        bits = min((x.bits_each for x in arrays if "f" in x.kind), default=32)
+        return (int(estimate[1]), bits) if estimate else None
     labels = _LABELS.search(instruction.line)
     if labels is None or not (
         instruction.opcode == "convolution" or call.startswith("__cudnn$conv")
     ):
         return None
     left, right = (shapes[one] for one in instruction.operands[:2])
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, left, right), max(_bits(left), _bits(right))
     # The result of the forward convolution, and its window.
     outputs, window = instruction.shape, right
     if "BackwardInput" in call:
@@ -284,6 +318,49 @@ def _further(
     sizes = _dimensions(window)
     each = math.prod(sizes) // max(sizes[labels[2].index("o")], 1)
     return 2 * _size(outputs) * each, max(_bits(left), _bits(right))
+
+
+def _convolution(instruction: Instruction, left: str, right: str) -> int:
+    """Returns the operations of a convolution, as which a TPU writes all matmuls.
+
+    Axes of a batch are windows that meet one number each: only what meets counts.
+    """
+    by_axis: list[dict[str, int]] = []
+    labels = re.split("_|->", instruction.attribute("dim_labels"))
+    for names, shape in zip(labels, (left, right, instruction.shape), strict=True):
+        by_axis.append(dict(zip(names, _dimensions(shape), strict=True)))
+    data, kernel, result = by_axis
+    window = dict(re.findall(r"(\w+)=(\S+)", instruction.attribute("window")))
+
+    def of(key: str, axis: int, default: int) -> int:
+        return (
+            int(window[key].split("x")[axis].split("_")[0])
+            if key in window
+            else default
+        )
+
+    count = 2 * result["b"] * result["f"] * kernel["i"]
+    for axis in range(len(data) - 2):
+        steps = of("stride", axis, 1), of("rhs_dilate", axis, 1)
+        sizes = result[str(axis)], of("size", axis, 1), data[str(axis)]
+        count *= _meetings(
+            *sizes, *steps, of("pad", axis, 0), of("lhs_dilate", axis, 1)
+        )
+    return count
+
+
+@functools.lru_cache(1024)
+def _meetings(
+    results: int, window: int, size: int, stride: int, step: int, pad: int, gap: int
+) -> int:
+    """Returns how often a window's places meet numbers that are `gap` apart."""
+    places = (
+        start * stride - pad + place * step
+        for start in range(results)
+        for place in range(window)
+    )
+    last = (size - 1) * gap
+    return sum(0 <= place <= last and place % gap == 0 for place in places)
 
 
 def _dimensions(shape: str) -> tuple[int, ...]:
@@ -349,7 +426,9 @@ def _messages(module: Module, name: str, times: int, devices: int) -> Iterator[M
                 whole = array.bytes * (group if kind == "all-gather" else 1)
                 yield Message(kind, array.kind, whole, times, group)
         for one in instruction.runs:
-            yield from _messages(module, one, times * instruction.turns, devices)
+            yield from _messages(
+                module, one, times * module.turns(instruction), devices
+            )
 
 
 def _group(line: str) -> int | None:

@@ -33,6 +33,7 @@ class Roof:
     Attributes:
         bandwidth: Bytes a second of its memory.
         peaks: Operations a second of dense matmuls, by the bits of their operands.
+        integers: The same for integers, where it differs.
         memory: Bytes of its memory.
         link: Bytes a second to other devices, in one direction.
         matmul: The share of the peak that large matmuls reach.
@@ -43,6 +44,7 @@ class Roof:
 
     bandwidth: float
     peaks: Mapping[int, float]
+    integers: Mapping[int, float] = dataclasses.field(default_factory=dict)
     memory: int = 0
     link: float = 0.0
     matmul: Range = (1.0, 1.0)
@@ -50,10 +52,11 @@ class Roof:
     reads: Range = (1.0, 1.0)
     start: Range = (0.0, 0.0)
 
-    def peak(self, bits: int) -> float:
+    def peak(self, bits: int, are_integers: bool = False) -> float:
         """Returns the peak operations per second for operands of so many bits."""
-        wider = [size for size in self.peaks if size >= bits]
-        return self.peaks[min(wider) if wider else max(self.peaks)]
+        peaks = {**self.peaks, **(self.integers if are_integers else {})}
+        wider = [size for size in peaks if size >= bits]
+        return peaks[min(wider) if wider else max(peaks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +96,11 @@ def _read() -> dict[str, Device]:
     found = {}
     for name, one in data.items():
         is_tpu = one["platform"] == "tpu"
-        peaks = {int(bits): peak for bits, peak in one["peaks"].items()}
         numbers = {key: one[key] for key in ("bandwidth", "memory", "link")}
-        roof = Roof(peaks=peaks, **numbers, **shares)
-        own: dict[str, str] = {key: one["source"] for key in ("peaks", *numbers)}
+        for key in filter(one.__contains__, ("peaks", "integers")):
+            numbers[key] = {int(bits): peak for bits, peak in one[key].items()}
+        roof = Roof(**numbers, **shares)
+        own: dict[str, str] = {key: one["source"] for key in numbers}
         sources = origins | own
         if is_tpu:
             # unsure: no TPU was measured; its kernels are taken to start in no time,

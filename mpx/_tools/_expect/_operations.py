@@ -152,27 +152,9 @@ def _run(
     names = {instruction.name: instruction for instruction in body}
     for instruction in body:
         yield instruction, names, times, prefix
-        turns = _trips(module, instruction) if instruction.opcode == "while" else 1
         inner = _full_name(instruction, prefix)
         for called in instruction.runs:
-            yield from _run(module, called, times * turns, inner)
-
-
-def _trips(module: Module, loop: Instruction) -> int:
-    """Returns a loop's iterations: its condition compares a counter with a constant."""
-    if loop.trips is not None:
-        return loop.trips
-    for condition in loop.called("condition"):
-        body = module.computations[condition]
-        root = next((x for x in body if x.line.lstrip().startswith("ROOT")), None)
-        if root is None or root.opcode != "compare" or "direction=LT" not in root.line:
-            continue
-        names = {instruction.name: instruction for instruction in body}
-        bound = names.get(root.operands[-1])
-        constant = re.search(r" constant\((\d+)\)", bound.line if bound else "")
-        if constant is not None:
-            return int(constant[1])
-    return 1
+            yield from _run(module, called, times * module.turns(instruction), inner)
 
 
 def _full_name(instruction: Instruction, prefix: str) -> str:

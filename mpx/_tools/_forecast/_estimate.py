@@ -24,8 +24,7 @@ import collections
 import dataclasses
 import logging
 import re
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,16 @@ from ..._program import Frame, is_array_or_type
 from .._counter import (
     COLLECTIVES,
     CUDA_OPTIONS,
+    PALLAS,
     Device,
     Instruction,
     Kernel,
     Module,
     Roof,
-    bytes_of_shape,
     kernels_of,
-    memory,
     messages,
     parse,
+    program_of,
 )
 from .._inspect import function_path, line_text
 from ._forecast_report import Estimate, KernelGroup
@@ -106,7 +105,7 @@ def _moving_and_multiplying(
     share = roof.attention if kernel.is_attention else roof.matmul
     units, reads = (1.0, 1.0) if case is None else (share[case], roof.reads[case])
     work = kernel.operations + kernel.further
-    peak = roof.peak(kernel.bits or 16)
+    peak = roof.peak(kernel.bits or 16, kernel.is_of_integers)
     return kernel.bytes / (roof.bandwidth * reads), work / (peak * units)
 
 
@@ -156,7 +155,7 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
 
 ACTIVATIONS, GRADIENTS, WORKING = "activations", "gradients", "working memory"
 # Their results are their operands, as for instructions that make no array.
-_SAME = ("while", "call", "copy-start")
+_SAME = ("while", "call", "copy-start", "async-start", "slice-start")
 _LEAST = 65536
 _INDEX = re.compile(r"index=(\d+)")
 
@@ -223,7 +222,8 @@ def _at_peak(module: Module, name: str) -> list[_Buffer]:
         elif re.search("update-slice|scatter", one.name) and given:
             held[one.name] = given[0]  # in place
         else:
-            made = _Buffer(bytes_of_shape(one.shape), place, source, place)
+            size = sum(x.bytes for x in one.results if not x.is_on_chip)
+            made = _Buffer(size, place, source, place)
             buffers += [made] * (made.size >= _LEAST)
             held[one.name] = [[made]]
     if body and body[-1].name in held:  # results have memory of their own
@@ -286,11 +286,9 @@ def estimate(
         error.add_note(f"Raised while tracing and lowering the step. {where}.")
         raise
     try:
-        options = CUDA_OPTIONS if target.platform == "cuda" else None
-        with warnings.catch_warnings():
-            # A compilation cache cannot load programs for an absent device.
-            warnings.filterwarnings("ignore", ".*persistent compilation cache")
-            compiled = lowered.program.compile(options)
+        options = {} if lowered.has_options else None
+        options = CUDA_OPTIONS if target.platform == "cuda" else options
+        program = program_of(lowered.program, target, lowered.devices, options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             lines = str(error).splitlines()
@@ -299,9 +297,8 @@ def estimate(
                 f"{where}: the compiler refused it: {said[0]}"
             ) from error
         return _unfit(precision, target, size)
-    text, whole = compiled.as_text(), memory(compiled) + lowered.constants
-    module = parse(text)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    text, whole = program.text, program.memory + lowered.constants
+    module, temporaries = parse(text), program.temporaries
     parts = dict(lowered.arguments)
     held = {"closed-over arrays": lowered.closed_over} if lowered.closed_over else {}
     # Includes alignment, and results that reuse no argument.
@@ -333,7 +330,45 @@ def estimate(
         by_memory=times.by_memory,
         top=_groups(kernels, frames, target.roof, top),
         batch=size,
+        findings=tuple(_findings(module, kernels, frames)),
     )
+
+
+def _findings(
+    module: Module,
+    kernels: Sequence[tuple[Kernel, str]],
+    frames: Mapping[int, Frames],
+) -> Iterator[str]:
+    """Yields what of a program is not counted, or less often than it runs."""
+    loops = [
+        one
+        for body in module.computations.values()
+        for one in body
+        if module.trips.get(one.name, 0) is None
+    ]
+    if loops:
+        lines = dict.fromkeys(_line(frames.get(one.frame, ())) for one in loops)
+        yield (
+            f"How often {_several(len(loops), 'loop')} run is unknown "
+            f"({', '.join(lines)}): what is inside counts once."
+        )
+    hidden = [k for k, _ in kernels if k.target == PALLAS and not k.further]
+    if hidden:
+        lines = dict.fromkeys(_line(frames.get(k.frame, ())) for k in hidden)
+        yield (
+            f"Operations of {_several(len(hidden), 'Pallas kernel')} without a "
+            f"`cost_estimate` are not counted ({', '.join(lines)})."
+        )
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count > 1)}"
+
+
+def _line(calls: Frames) -> str:
+    """Returns the line of the user's code."""
+    chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
+    return line_text(_inside(chain)) or "unknown line"
 
 
 def _unfit(precision: Variant, target: Device, batch: int) -> Estimate:

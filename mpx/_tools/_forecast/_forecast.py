@@ -150,7 +150,10 @@ _NOTES = (
     "Parts of memory are what is alive when most is in use. That moment differs "
     "between precisions: a part may grow where the total falls, and gradients that are "
     "not alive then are 0 B.",
-    "Memory is that of the program. On a GPU JAX reserves 75% of the device's "
+    "Memory is that of the program, of a TPU without what is on the chip.",
+)
+_NOTES_CUDA = (
+    "On a GPU JAX reserves 75% of the device's "
     "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
     "Without a GPU XLA does not autotune: for GPUs, matmuls use cuBLAS "
     "(xla_gpu_enable_triton_gemm=false).",
@@ -255,7 +258,7 @@ def forecast(
             versions=_versions(),
             titles={target.name: target.title for target in found},
             roofs={target.name: target.roof for target in found},
-            notes=_NOTES,
+            notes=_NOTES + _NOTES_CUDA * any(t.platform == "cuda" for t in found),
         )
 
     return report

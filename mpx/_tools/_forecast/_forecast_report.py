@@ -87,7 +87,8 @@ class Estimate:
     quantized: int
     """Counted: the number of values written in 8 bits or less."""
     flops: dict[str, int]
-    """Counted: operations by unit: `8 bits`, `16 bits`, `attention`."""
+    """Counted: operations by unit: `8 bits`, `16 bits`, `attention`. Those of Pallas
+    kernels are their `cost_estimate`."""
     sent: dict[str, int]
     """Counted: bytes that a device sends, by dtype."""
     kernels: int
@@ -112,6 +113,8 @@ class Estimate:
     pays_from: int | None = None
     """Modelled: the smallest batch at which it is faster than the baseline; None if not
     requested, or it never is."""
+    findings: tuple[str, ...] = ()
+    """What of the program could not be counted, or counts less often than it runs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,12 @@ def sentences(report: Content) -> list[str]:
     return found
 
 
+def _findings(report: Content) -> list[str]:
+    """Returns what was not counted."""
+    found = ((one, said) for one in report.estimates for said in one.findings)
+    return [f"{label_of(one)}: {said}" for one, said in found]
+
+
 def _in_words(kind: str) -> str:
     """Returns a kind of kernels for a sentence: `8-bit matmuls`."""
     what, _, bits = kind.partition(" bits")[0].partition(", ")
@@ -189,7 +195,7 @@ def time_text(seconds: float) -> str:
 def constant_text(roof: Roof, name: str) -> str:
     """Returns a constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
     value = getattr(roof, name)
-    if name == "peaks":
+    if name in ("peaks", "integers"):
         return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
     if isinstance(value, tuple):
         return " to ".join(time_text(x) if name == "start" else f"{x:g}" for x in value)
@@ -209,7 +215,7 @@ def versions_text(report: Content) -> str:
 
 def text(report: Content) -> str:
     """Returns the whole report."""
-    lines = [f"{report.name}: forecast", *sentences(report)]
+    lines = [f"{report.name}: forecast", *sentences(report), *_findings(report)]
     for table in tables(report):
         lines += ["", table.title, *_lines(table)]
     return "\n".join([*lines, "", *report.notes, versions_text(report)])
@@ -353,7 +359,7 @@ class Forecast(Content):
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""
-        says = [*self.sentences, *self.notes, versions_text(self)]
+        says = [*self.sentences, *_findings(self), *self.notes, versions_text(self)]
         return document(
             "mpx._tools._forecast",
             f"{self.name}: forecast",

@@ -227,6 +227,8 @@ class Lowered:
         constants: Bytes of the arrays among these that are constants of the program.
         arguments: Bytes of its arguments on a device, by part.
         weights: Bytes of each weight.
+        has_options: Whether its `jax.jit` may have compiler options of its own.
+        devices: The devices that it is lowered for.
     """
 
     program: Any
@@ -234,6 +236,8 @@ class Lowered:
     constants: int
     arguments: dict[str, int]
     weights: list[int]
+    has_options: bool = False
+    devices: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +300,10 @@ class ForecastStep:
         # Autocast functions inside get the target.
         with autocast(target=target.name, ambient=True):
             if self.optimizer is None:
-                return self._lower_own(place)
-            return self._lower_made(precision, target, place)
+                lowered = self._lower_own(place)
+            else:
+                lowered = self._lower_made(precision, target, place)
+        return dataclasses.replace(lowered, devices=devices)
 
     def operations(self, precision: Variant, target: str) -> tuple[Operation, ...]:
         """Returns the operations of the loss, or of a whole step, by `mpx.explain`."""
@@ -323,7 +329,8 @@ class ForecastStep:
         traced = getattr(traced, "traced", traced)  # Flax wraps it
         held = ClosedOver(traced.jaxpr)
         constants = size_of(held.arrays) + size_of(held.constants)
-        return Lowered(traced.lower(), constants, constants, parts, sizes)
+        has_options = _has_options(func, args, kwargs)
+        return Lowered(traced.lower(), constants, constants, parts, sizes, has_options)
 
     def _lower_made(
         self, precision: Variant, target: Device, place: "_Placement"
@@ -396,6 +403,21 @@ def _lower(
         step = traced(with_arrays, *inputs, place.whole(held.arrays))
     constants = size_of(held.constants)
     return step.lower(), size_of(held.arrays) + constants, constants
+
+
+def _has_options(func: Callable[..., PyTree], args: Any, kwargs: Any) -> bool:
+    """Returns whether a jitted function may have compiler options."""
+    arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
+
+    def call(arrays: PyTree) -> PyTree:
+        args, kwargs = eqx.combine(arrays, rest)
+        return eqx.filter(func(*args, **kwargs), eqx.is_array)
+
+    try:
+        jax.eval_shape(call, arrays)
+    except Exception:  # JAX refuses such options inside of another function
+        return True
+    return False
 
 
 def _is_float(leaf: Any) -> bool:

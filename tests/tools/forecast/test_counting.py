@@ -121,7 +121,8 @@ def test_units_for_fewer_bits_and_sources_of_numbers():
     assert H100.peak(4) == 1979e12  # no units of 4 bits
     assert TARGETS["v5e"].roof.peak(8) == TARGETS["v5e"].roof.peak(16)
     for target in TARGETS.values():
-        assert set(target.sources) == set(vars(target.roof))
+        own = vars(target.roof).items()
+        assert set(target.sources) == {name for name, value in own if value != {}}
 
 
 PEAK = """
