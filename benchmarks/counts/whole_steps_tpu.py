@@ -77,13 +77,13 @@ def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes of HBM and of all memory, kernels, matmuls by the dtypes of a step."""
     del fields
-    kernels = counter.kernels_of(program.text)
     # As if there were one memory, and so no copy to another.
     anywhere = _PLACE.sub("", _COPY.sub("", program.text))
+    kernels, all_kernels = map(_kernels, (program.text, anywhere))
     return {
         "memory": program.memory,
         "traffic": counter.traffic(kernels),
-        "all": counter.traffic(counter.kernels_of(anywhere)),
+        "all": counter.traffic(all_kernels),
         "kernels": sum(kernel.times for kernel in kernels),
         "products": products(program.text),
     }
@@ -91,6 +91,13 @@ def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 _PLACE = re.compile(r"S\(\d\)")
 _COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
+
+
+def _kernels(text: str) -> list[Any]:
+    trips = counter.parse(text).trips
+    if None in trips.values():
+        raise ValueError(f"all loops must have a known number of turns; got {trips}")
+    return counter.kernels_of(text)
 
 
 def products(text: str) -> dict[str, int]:

@@ -37,7 +37,9 @@ SCORES: dict[str, Attention] = {
     "float32": functools.partial(plain, full=True),
     "half": functools.partial(plain, full=False),
 }
-OF_IMAGES: Attention = functools.partial(plain, full=False, is_causal=False)
+OF_IMAGES: dict[str, Attention] = {
+    name: functools.partial(one, is_causal=False) for name, one in SCORES.items()
+}
 
 
 def by_pallas(query: Array, key: Array, value: Array) -> Array:
@@ -123,8 +125,10 @@ def unet(sizes: Sizes, order: Order) -> Model:
             for what in ("scale", "shift")
         )
         parts = x.astype(jnp.float32).reshape(*x.shape[:3], 32, -1)
-        parts = jax.nn.standardize(parts, (1, 2, 4), epsilon=1e-5)
-        return (parts.reshape(x.shape) * scale + shift).astype(x.dtype)
+        parts = parts - jnp.mean(parts, (1, 2, 4), keepdims=True)
+        square = jnp.mean(jnp.square(parts), (1, 2, 4), keepdims=True)
+        normed = (parts * jax.lax.rsqrt(square + 1e-5)).reshape(x.shape)
+        return (normed * scale + shift).astype(x.dtype)
 
     def convolved(layers: Layers, name: str, x: Array, channels: int) -> Array:
         x = jax.nn.silu(normed(layers, f"{name}_norm", x))

@@ -110,21 +110,19 @@ _OF_TPUS = {
     }.items()
     for scores, attention in on_tpu.SCORES.items()
 }
-_IMAGES = {"context": 0, "attention": on_tpu.OF_IMAGES}
 _VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
+_FULL, _HALF = on_tpu.OF_IMAGES.values()
 _OF_TPUS |= {
     "Llama of 2, flash attention": Whole(llama, _LLAMA_2, attention=on_tpu.by_pallas),
-    "ViT-B": Whole(on_tpu.vit, _VIT, _KEPT, rows=64, image=(196, 768), **_IMAGES),
-    "U-Net": Whole(on_tpu.unet, _UNET, rows=16, image=(64, 64, 4), **_IMAGES),
-    "ResNet of 224": Whole(
-        resnet, Sizes(0, 0, 1000, 1), rows=64, context=0, image=(224, 224, 3)
-    ),
+    "ViT-B": Whole(on_tpu.vit, _VIT, _KEPT, 64, 0, (196, 768), _HALF),
+    "U-Net": Whole(on_tpu.unet, _UNET, _KEPT, 16, 0, (64, 64, 4), _FULL),
+    "ResNet of 224": Whole(resnet, Sizes(0, 0, 1000, 1), _KEPT, 64, 0, (224, 224, 3)),
     "state space of 2, float32 scan": Whole(
         functools.partial(state_space, full=jnp.float32),
         Sizes(1024, 2048, 16_384, 2),
         _KEPT,
     ),
-    "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), rows=64, context=256),
+    "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), _KEPT, 64, 256),
 }
 _TEXTS = {"rows": 4, "context": 16}
 WHOLE = {
