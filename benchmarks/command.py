@@ -33,8 +33,7 @@ class Options:
     kinds in half precision, and single layers by size), `residuals` (steps that
     recompute islands), `few-bits` (a state in few bits), `wire` (what steps on four
     devices send, also on TPUs), `monitor` (what watching a step costs), `compile-time`,
-    and `published` (what `mpx.forecast` says beside speed-ups that others have
-    measured).
+    and `published` (`mpx.forecast` beside speed-ups that others measured).
     `cpu` measures training steps on the CPU of this machine, with the peers, the newest
     JAX (`make newest-venv`) and PyTorch (`make torch-venv`) where they are.
     `few-bits-trainings` are the losses of optimizers, some for 3,000 steps. `docs` only

@@ -1,28 +1,25 @@
-"""What whole steps need on TPUs, beside naive bfloat16 and plain float32.
-
-Each is compiled as far as its optimized program, with the compiler's report of memory;
-machine code, nine tenths of the time, is of no use to a count.
-"""
+"""What whole steps need on TPUs, beside naive bfloat16 and plain float32."""
 
 from __future__ import annotations
 
 import collections
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .. import our_arms
 from ..counter import TARGETS, counter
 from ..models import plain
 from ..models.on_tpu import SCORES
 from ..models.whole_steps import FLAX, NAIVE, QWIX, Case, Kept
 from ..results import Results
-from ..steps import NAIVE as NAIVE_ARM, ArrayStep
+from ..steps import NAIVE as NAIVE_ARM, ArrayStep, known_arms
 from ..tables import Goal, Table, ratio
 from . import whole_steps
 
-FLOAT32, DEFAULT, HALF, UNCHECKED = our_arms.ON_TPU
-CURRENT = whole_steps.CURRENT
+# Names of `our_arms.ON_TPU`, which the peers' environment does not have.
+FLOAT32, DEFAULT, HALF = "float32", "nothing set", "half stream"
+UNCHECKED, CURRENT = "unchecked", whole_steps.CURRENT
 ARMS = (FLOAT32, NAIVE, DEFAULT, HALF, UNCHECKED)
 _8_BITS = (NAIVE, HALF, whole_steps.DELAYED, CURRENT, whole_steps.BY_HAND, FLAX, QWIX)
 _F32, _HALF = (f", scores in {one}" for one in SCORES)
@@ -62,7 +59,7 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
     """The step of a case."""
     if fields["whole"] != VIT:
         return whole_steps.build(fields, devices)
-    arms = our_arms.ON_TPU | {NAIVE: NAIVE_ARM}
+    arms = known_arms("ON_TPU") | {NAIVE: NAIVE_ARM}
     case = plain.Case(fields["target"], "desktop, token", 2, 256, fields["arm"])
     return plain.build(arms[case.arm], case, devices)
 
@@ -76,46 +73,35 @@ def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes of HBM and of all memory, kernels, matmuls by the dtypes of a step."""
-    del fields
     # As if there were one memory, and so no copy to another.
-    anywhere = _PLACE.sub("", _COPY.sub("", program.text))
-    kernels, all_kernels = map(_kernels, (program.text, anywhere))
+    anywhere = re.sub(r"S\(\d\)", "", _COPY.sub("", program.text))
+    modules = [counter.parse(text) for text in (program.text, anywhere)]
+    if any(None in module.trips.values() for module in modules):
+        raise ValueError(f"the number of turns of all loops must be known; {fields}")
+    kernels = counter.kernels_of(program.text)
+    found = _products(modules[0], modules[0].kernels(lambda *_: 0))
     return {
         "memory": program.memory,
         "traffic": counter.traffic(kernels),
-        "all": counter.traffic(all_kernels),
+        "all": counter.traffic(counter.kernels_of(anywhere)),
         "kernels": sum(kernel.times for kernel in kernels),
-        "products": products(program.text),
+        "products": dict(collections.Counter(found).most_common()),
     }
 
 
-_PLACE = re.compile(r"S\(\d\)")
 _COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
 
 
-def _kernels(text: str) -> list[Any]:
-    trips = counter.parse(text).trips
-    if None in trips.values():
-        raise ValueError(f"all loops must have a known number of turns; got {trips}")
-    return counter.kernels_of(text)
-
-
-def products(text: str) -> dict[str, int]:
-    """How many matmuls and convolutions run, by the dtypes of operands and result."""
-    module, found = counter.parse(text), collections.Counter[str]()
-
-    def look(one: Any, shapes: dict[str, str], times: int) -> None:
+def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:
+    """The dtypes of operands and result of each matmul or convolution that runs."""
+    for one, shapes, times in runs:
         if one.opcode in ("convolution", "dot"):
             left, right = (shapes[name].partition("[")[0] for name in one.operands)
-            found[f"{left} x {right} > {one.results[0].kind}"] += times
-        for body in (module.computations[name] for name in one.runs):
-            inside = {other.name: other.shape for other in body}
-            for other in body:
-                look(other, inside, times)
-
-    for run in module.kernels(lambda *_: 0):
-        look(*run)
-    return dict(found.most_common())
+            yield from [f"{left} x {right} > {one.results[0].kind}"] * times
+        for name in one.runs:
+            body = module.computations[name]
+            inside = {each.name: each.shape for each in body}
+            yield from _products(module, ((each, inside, times) for each in body))
 
 
 # --- What is shown --------------------------------------------------------------------
@@ -128,25 +114,20 @@ def _where(row: Row) -> str:
 
 def tables(found: Results) -> Iterator[Table]:
     """All arms of a step side by side."""
-    counts = found.counts_by("target", "whole", "weights")
     arms = [arm for arm in dict.fromkeys((*ARMS, *_8_BITS)) if arm != NAIVE]
-    others = (FLOAT32, FLAX, QWIX, whole_steps.BY_HAND)
-
-    def cells(one: dict[str, dict[str, Any]]) -> Iterator[str]:
-        naive = one[NAIVE]
-        yield " / ".join(f"{naive[what] / 1e9:.2f}" for what in WHAT)
+    rows = []
+    for row, one in found.counts_by("target", "whole", "weights").items():
+        naive = [one[NAIVE][what] for what in WHAT]
+        cells = [[f"{count / 1e9:.2f}" for count in naive]]
         for arm in arms:
-            shares = (
-                ratio(one[arm][what] / naive[what]) for what in WHAT if arm in one
-            )
-            yield " / ".join(shares)
-
-    if counts:
-        heads = (arm if arm in others else f"mpx, {arm}" for arm in arms)
+            counts = [one[arm][what] for what in WHAT] if arm in one else []
+            cells.append(list(map(ratio, map(operator.truediv, counts, naive))))
+        rows.append([_where(row), *map(" / ".join, cells)])
+    if rows:
         yield Table(
             "Whole steps on TPUs: memory / HBM traffic / all bytes, ratio to naive",
-            ["step", "naive bfloat16, GB", *heads],
-            [[_where(row), *cells(one)] for row, one in counts.items()],
+            ["step", "naive bfloat16, GB", *arms],
+            rows,
             [_NOTE],
         )
 
@@ -154,15 +135,13 @@ def tables(found: Results) -> Iterator[Table]:
 _NOTE = (
     "Lower is better. *HBM* leaves out arrays in VMEM, *all* has them, but no copies "
     "between the two. *float32* is plain JAX, whose matmuls a TPU computes in "
-    "bfloat16, too; beside masters it has float32 weights. *Nothing set*: "
-    "`mpx.autocast(loss)` and `mpx.optimizer_step`; *half stream*: "
-    '`residual_stream="half"`, which recipes have as well; *unchecked*: '
-    "`jax.value_and_grad(mpx.autocast(loss))`. Models as for GPUs, of fewer layers. "
-    "*Scores* are scaled and masked in this by the naive cast. *Experts*: 8, width "
-    "1024, hidden 2816. *ViT-B*: 3 layers, 64 images of 197 tokens. *Desktop ViT*: 2 "
-    "of Equinox's blocks, 256 images, mostly in VMEM. *U-Net*: 16 images of 64 x 64, "
-    "128 to 512 channels. *ResNet*: 4 blocks, 64 images. *State space*: a scan in "
-    "float32 in all arms. *LSTM*: 64 texts of 256."
+    "bfloat16, too; beside masters it has float32 weights. mpx: *nothing set* is "
+    "`mpx.autocast(loss)` and `mpx.optimizer_step`, *half stream* has "
+    '`residual_stream="half"`, as *delayed* and *current*, and *unchecked* is '
+    "`jax.value_and_grad(mpx.autocast(loss))`. Models as for GPUs, of fewer layers; "
+    "*scores* are scaled and masked in this by the naive cast. *ViT-B*: 3 layers, 64 "
+    "images. *Desktop ViT*: 2 of Equinox's blocks, 256 images. *U-Net*: 16 images of "
+    "64 x 64. *ResNet*: 4 blocks, 64 images. *LSTM*: 64 texts of 256."
 )
 
 

@@ -1,8 +1,4 @@
-"""Models as they are trained on TPUs, beside those of `arranged` and `various`.
-
-Attention whose scores are scaled and masked in float32 or in half precision, and by
-JAX's own flash attention in Pallas; a ViT with biases; experts by einsum; a U-Net.
-"""
+"""Further models as they are trained on TPUs, and ways to write attention there."""
 
 from __future__ import annotations
 
@@ -13,16 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .arranged import Model, Order, Sizes, cross_entropy, head, layer_norm
-from .various import EXPERTS, TAKEN, experts, weights_of_experts
+from .various import EXPERTS, TAKEN, experts, state_space, weights_of_experts
 from .weights import Attention, Layers
-
-# --- Attention of [batch, length, heads, size] ----------------------------------------
 
 
 def plain(
     query: Array, key: Array, value: Array, *, full: bool, is_causal: bool = True
 ) -> Array:
-    """By products; scores are scaled and masked in float32, or as they come."""
+    """Of [batch, length, heads, size]; scores are in float32, or as they come."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
     scores = (scores.astype(jnp.float32) if full else scores) / query.shape[-1] ** 0.5
     if is_causal:
@@ -36,9 +30,6 @@ def plain(
 SCORES: dict[str, Attention] = {
     "float32": functools.partial(plain, full=True),
     "half": functools.partial(plain, full=False),
-}
-OF_IMAGES: dict[str, Attention] = {
-    name: functools.partial(one, is_causal=False) for name, one in SCORES.items()
 }
 
 
@@ -58,11 +49,8 @@ def _mixed(layers: Layers, joined: Array, heads: int) -> Array:
     return mixed.reshape(*joined.shape[:2], -1)
 
 
-# --- Models ---------------------------------------------------------------------------
-
-
 def vit(sizes: Sizes, order: Order) -> Model:
-    """Cross entropy of images in patches, with a token for the class before them."""
+    """Cross entropy of images in patches; biases come behind sums, as written."""
 
     def biased(layers: Layers, name: str, x: Array) -> Array:
         return x + layers.weight(f"{name} bias", x.shape[-1]).astype(x.dtype)
@@ -70,7 +58,6 @@ def vit(sizes: Sizes, order: Order) -> Model:
     def block(layers: Layers, x: Array) -> Array:
         joined = layers.dense("qkv", layer_norm(layers, "norm1", x), 3 * sizes.width)
         mixed = _mixed(layers, biased(layers, "qkv", joined), sizes.heads)
-        # As it is written: the bias comes behind the sum.
         x = biased(layers, "out", x + layers.dense("out", mixed, sizes.width))
         hidden = layers.dense("up", layer_norm(layers, "norm2", x), sizes.hidden)
         hidden = jax.nn.gelu(biased(layers, "up", hidden))
@@ -112,6 +99,7 @@ def by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 
 dispatched = functools.partial(experts, mix=by_einsum)
+float32_scan = functools.partial(state_space, full=jnp.float32)
 CHANNELS = (128, 256, 512)
 
 
@@ -144,8 +132,8 @@ def unet(sizes: Sizes, order: Order) -> Model:
     def loss(layers: Layers, batch: tuple[Array, Array]) -> Array:
         images, times = batch
         angles = times[:, None] * jnp.exp(-jnp.arange(128) / 14.0)
-        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-        time = layers.dense("time1", waves.astype(images.dtype), sizes.width)
+        time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        time = layers.dense("time1", time.astype(images.dtype), sizes.width)
         time = layers.dense("time2", jax.nn.silu(time), sizes.width)
         x, kept = layers.convolve("in", images, CHANNELS[0], 3), []
         for index, channels in enumerate(CHANNELS):
@@ -158,10 +146,10 @@ def unet(sizes: Sizes, order: Order) -> Model:
         mixed = layers.dense("out", _mixed(layers, joined, sizes.heads), channels)
         x = block(layers.at("middle"), x + mixed.reshape(x.shape), time, channels)
         for index, skipped in reversed(list(enumerate(kept))):
-            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-            x = layers.convolve(f"up{index}", x, skipped.shape[-1], 3)
+            x, channels = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), CHANNELS[index]
+            x = layers.convolve(f"up{index}", x, channels, 3)
             x = jnp.concatenate([x, skipped], -1)
-            x = block(layers.at(f"from{index}"), x, time, skipped.shape[-1])
+            x = block(layers.at(f"from{index}"), x, time, channels)
         found = convolved(layers, "last", x, images.shape[-1])
         return jnp.mean(jnp.square((found - images).astype(jnp.float32)))
 

@@ -97,31 +97,28 @@ _GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
 
 # Shallower: what is counted is how each of a few layers is compiled.
 _LLAMA_2, _LLAMA_4 = (dataclasses.replace(_LLAMA, layers=count) for count in (2, 4))
-_GPT_4 = dataclasses.replace(_GPT, layers=4)
 _EXPERTS = Sizes(1024, 2816, 32_000, layers=2, heads=16, kernel=True)
+_WITH_SCORES = {
+    "Llama of 2": (llama, _LLAMA_2),
+    "Llama of 4 in a scan": (llama, _LLAMA_4, _IN_SCAN),
+    "GPT of 4": (gpt, dataclasses.replace(_GPT, layers=4), _GPT_ORDER),
+    "experts by einsum": (on_tpu.dispatched, _EXPERTS),
+    "experts by ragged_dot": (experts, _EXPERTS),
+}
+_STATES = Sizes(1024, 2048, 16_384, layers=2)
+_VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
+_OF_IMAGES = functools.partial(on_tpu.plain, is_causal=False)
+_FULL, _HALF = (functools.partial(_OF_IMAGES, full=full) for full in (True, False))
 _OF_TPUS = {
     f"{model}, scores in {scores}": Whole(*of, attention=attention)
-    for model, of in {
-        "Llama of 2": (llama, _LLAMA_2),
-        "Llama of 4 in a scan": (llama, _LLAMA_4, _IN_SCAN),
-        "GPT of 4": (gpt, _GPT_4, _GPT_ORDER),
-        "experts by einsum": (on_tpu.dispatched, _EXPERTS),
-        "experts by ragged_dot": (experts, _EXPERTS),
-    }.items()
+    for model, of in _WITH_SCORES.items()
     for scores, attention in on_tpu.SCORES.items()
-}
-_VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
-_FULL, _HALF = on_tpu.OF_IMAGES.values()
-_OF_TPUS |= {
+} | {
     "Llama of 2, flash attention": Whole(llama, _LLAMA_2, attention=on_tpu.by_pallas),
     "ViT-B": Whole(on_tpu.vit, _VIT, _KEPT, 64, 0, (196, 768), _HALF),
     "U-Net": Whole(on_tpu.unet, _UNET, _KEPT, 16, 0, (64, 64, 4), _FULL),
     "ResNet of 224": Whole(resnet, Sizes(0, 0, 1000, 1), _KEPT, 64, 0, (224, 224, 3)),
-    "state space of 2, float32 scan": Whole(
-        functools.partial(state_space, full=jnp.float32),
-        Sizes(1024, 2048, 16_384, 2),
-        _KEPT,
-    ),
+    "state space of 2, float32 scan": Whole(on_tpu.float32_scan, _STATES, _KEPT),
     "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), _KEPT, 64, 256),
 }
 _TEXTS = {"rows": 4, "context": 16}

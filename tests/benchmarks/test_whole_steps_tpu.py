@@ -13,7 +13,7 @@ from benchmarks.models import on_tpu, whole_steps as models
 from tests.helpers import slow_but
 
 _SIZES = models.Sizes(32, 64, 32, layers=2, heads=4, kernel=True)
-_IMAGES = {"rows": 4, "context": 0, "attention": on_tpu.OF_IMAGES["half"]}
+_IMAGES = {"rows": 4, "context": 0, "attention": models.WHOLE["ViT-B"].attention}
 _TEXTS = {"rows": 4, "context": 16}
 TINY = {
     "vit": models.Whole(on_tpu.vit, _SIZES, image=(9, 12), **_IMAGES),
