@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 from typing import Any
@@ -26,6 +27,7 @@ def fingerprint(lowered: Any) -> str:
     a device of it has the same hash.
     """
     text = _KERNEL.sub(_without_lines, lowered.as_text())
+    text = _OF_TPU.sub(_of_no_version, text)
     for pattern, replacement in _ON_ONE_DEVICE:
         text = pattern.sub(replacement, text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -50,3 +52,23 @@ def _without_lines(found: re.Match[str]) -> str:
     dialect.register_dialect(context)
     with context:
         return str(ir.Module.parse(_ESCAPED.sub(byte, found.group(1).encode())))
+
+
+# The same for a TPU, whose module also depends on who compiles it.
+_OF_TPU = re.compile(r"\\22body\\22: \\22([\w+/=]+)")
+
+
+def _of_no_version(found: re.Match[str]) -> str:
+    """The kernel as text, whatever version of Mosaic it is written for."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir, passmanager
+    from jaxlib.mosaic.python import tpu
+
+    context = mlir.make_ir_context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    read = "builtin.module(mosaic-serde{serialize=false})"
+    with context:
+        module = ir.Module.parse(base64.b64decode(found[1]))
+        passmanager.PassManager.parse(read).run(module.operation)
+        return re.sub(r"stable_mosaic.version = \d+", "", str(module))

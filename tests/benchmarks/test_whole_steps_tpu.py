@@ -7,11 +7,13 @@ import jax
 import pytest
 
 from benchmarks import results
+from benchmarks.counter import TARGETS, counter
 from benchmarks.counts import whole_steps_tpu as part
 from benchmarks.fingerprint import fingerprint
 from benchmarks.models import on_tpu, whole_steps as models
 from tests.helpers import slow_but
 
+is_missing = counter.why_missing(TARGETS["v5e"]) is not None
 _SIZES = models.Sizes(32, 64, 32, layers=2, heads=4, kernel=True)
 _IMAGES = {"rows": 4, "context": 0, "attention": models.WHOLE["ViT-B"].attention}
 _TEXTS = {"rows": 4, "context": 16}
@@ -89,14 +91,22 @@ def test_all_bytes_are_those_of_kernels_and_no_copies():
     assert found["all"] - found["traffic"] == of_b
 
 
+@pytest.mark.skipif(is_missing, reason="needs libtpu")
 def test_a_pallas_kernel_of_a_tpu_has_one_fingerprint():
-    """Its module has no lines of code in it, so what calls it can be moved."""
+    """It has lines of code and paths in it, and the version of who compiles it."""
 
-    def lowered(lines):
-        names = {"by_pallas": on_tpu.by_pallas}
-        code = "\n" * lines + "def call(*each): return by_pallas(*each)"
-        exec(compile(code, f"file_{lines}.py", "exec"), names)
-        each = [jax.ShapeDtypeStruct((1, 128, 1, 128), "bfloat16")] * 3
-        return jax.jit(names["call"]).trace(*each).lower(lowering_platforms=("tpu",))
+    def call(*each):
+        return on_tpu.by_pallas(*each)
 
-    assert fingerprint(lowered(1)) == fingerprint(lowered(30))
+    def traced(length, **place):
+        shape = jax.ShapeDtypeStruct((1, length, 1, 128), "bfloat16", **place)
+        return jax.jit(lambda *each: call(*each)).trace(*[shape] * 3)
+
+    anywhere, other = (
+        traced(length).lower(lowering_platforms=("tpu",)) for length in (128, 256)
+    )
+    (device,) = counter.compile_only_devices(TARGETS["v5e"])
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    here = traced(128, sharding=sharding).lower()
+    assert here.as_text() != anywhere.as_text()
+    assert fingerprint(here) == fingerprint(anywhere) != fingerprint(other)
