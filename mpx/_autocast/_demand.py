@@ -40,6 +40,7 @@ from .._program import (
     is_multiplication,
     is_residual,
     is_sum_of_products,
+    is_unscaled_product,
     looked_up,
     makers_of,
     only_picks,
@@ -268,11 +269,11 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> Sequence[Demand]:
         declared = tuple(map(self.is_declared, equation.invars))
         is_full = bool(results) and results[0] == Demand.FULL
-        is_half = here.residual_stream == "half" and here.is_enabled
-        if is_half and any(declared) and self._adds_bias_to_residual(equation):
+        is_half = here.has_half_stream and here.is_enabled
+        if is_half and any(declared) and self._adds_bias_to_residual(equation, here):
             self.residuals.update(equation.outvars)
             return Demand.FULL, Demand.FULL
-        if not any(declared) and self._is_residual(equation, is_full, is_half):
+        if not any(declared) and self._is_residual(equation, is_full, here):
             # `backward` calls this once per equation, when the demands of all users
             # are known.
             if equation.outvars[0] not in self.unbiased:
@@ -286,7 +287,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
-        if self._keeps_scores(here) and (found := self._of_scores(equation, here, results)):
+        if self._keeps_scores(here) and (
+            found := self._of_scores(equation, here, results)
+        ):
             return found
         if known.kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
@@ -318,7 +321,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.scaled.update(equation.outvars)
         return (together(results),) * 2
 
-    def _is_residual(self, equation: JaxprEqn, is_full: bool, is_half: bool) -> bool:
+    def _is_residual(self, equation: JaxprEqn, is_full: bool, here: Settings) -> bool:
         if not (
             is_residual(equation, self.makers, is_full)
             and goes_around(equation, self.makers)
@@ -326,10 +329,13 @@ class _DemandFlow(BackwardFlow[Demand]):
         ):
             return False
         # An addition to a half-precision stream may be half, too, without loss.
-        branches = equation.invars
-        return not is_half or any(is_made_of_product(a, self.makers) for a in branches)
+        if not (here.has_half_stream and here.is_enabled):
+            return True
+        in_blocks = here.residual_stream == "blocks"
+        is_branch = is_unscaled_product if in_blocks else is_made_of_product
+        return any(is_branch(a, self.makers) for a in equation.invars)
 
-    def _adds_bias_to_residual(self, equation: JaxprEqn) -> bool:
+    def _adds_bias_to_residual(self, equation: JaxprEqn, here: Settings) -> bool:
         """Returns whether an equation adds to a residual addition that only it reads.
 
         The stream in `x + h @ w + b` is the whole sum.
@@ -343,7 +349,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             if maker is None or self.makers.readers[atom] != 1:
                 continue
             is_declared = any(map(self.is_declared, maker.invars))
-            if not is_declared and self._is_residual(maker, False, True):
+            if not is_declared and self._is_residual(maker, False, here):
                 self.unbiased.update(maker.outvars)
                 return True
         return False

@@ -209,7 +209,7 @@ def _emit(case: Case) -> list[Value]:
         results[0].summands = case.operands
     if any(v in case.ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
-    if settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
+    if settings.has_half_stream and known.kind is PrimitiveClass.FULL:
         return [stream(v.array) if v.is_computed_in_half else v for v in results]
     return results
 
@@ -235,7 +235,7 @@ def _emit_move(case: Case) -> list[Value]:
     moved = _move(case)
     if stored is not None:
         moved[0].stored = stored
-    if case.settings.residual_stream != "half":
+    if not case.settings.has_half_stream:
         return moved
     begins = any(v in case.ahead.beginnings for v in case.equation.outvars)
     return [_rounded(case.place, v) for v in moved] if begins else moved

@@ -2,7 +2,7 @@
 
 A loop's carry keeps its declared dtype: half precision in it is the user's choice,
 never inferred, since the parameters of a scanned training loop look just like a
-residual stream. But with `residual_stream="half"`, a body that adds to its carry and
+residual stream. But under such a `residual_stream`, a body that adds to its carry and
 returns a half-precision sum carries half precision.
 
 A scan stores its stacked inputs and results whole, and its derivative a gradient of
@@ -167,12 +167,12 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
 def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
     """Returns a loop's carry as computed values in their declared dtypes.
 
-    Half precision is a residual stream if `residual_stream` is "half".
+    Half precision is a residual stream if such a stream may be half.
     """
     values = map(computed, arrays)
     if place.has_wide_loop:
         return widened(values)
-    if place.settings.residual_stream != "half":
+    if not place.settings.has_half_stream:
         return list(values)
     return [stream(v.array) if v.is_computed_in_half else v for v in values]
 
@@ -313,7 +313,7 @@ def _streams_of(
         The indices in the carry of residual streams that may be in half precision.
         Parameters of a training loop look alike, except that derivatives go with them.
     """
-    if settings.residual_stream != "half" or not settings.is_enabled:
+    if not settings.has_half_stream or not settings.is_enabled:
         return []
     if any(map(is_differentiated, distinct_equations(jaxpr))):
         return []

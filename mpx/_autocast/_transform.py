@@ -231,7 +231,7 @@ def autocast(
     if rules is not None:
         options["rules"] = _checked_rules(rules)
     if residual_stream is not None:
-        words = ("full", "half")
+        words = ("full", "blocks", "half")
         options["residual_stream"] = _one_of("residual_stream", residual_stream, words)
     if residuals is not None:
         words = ("small", "loops", "fast")
@@ -407,7 +407,9 @@ def _wrapped(
         if cast is not None:
             _refuse_cast_inputs(cast)
         places = weights_in_call(func, weights, args, kwargs, _CALL)
-        settings = dataclasses.replace(settings, residuals=_residuals(settings))
+        settings = dataclasses.replace(
+            settings, residuals=_residuals(settings), residual_stream=_stream(settings)
+        )
         call = Invocation(settings, places, programs, func, args, kwargs)
         return call_autocast(call) if settings.is_enabled else call_switched_off(call)
 
@@ -461,6 +463,14 @@ def _residuals(settings: Settings) -> str:
     if settings.dtype == np.float32:
         return "fast"  # there is no half-precision value to recompute from
     return "loops" if is_tpu(settings) else "small"
+
+
+def _stream(settings: Settings) -> str:
+    """Returns the `residual_stream` of the settings, or the default."""
+    if settings.residual_stream:
+        return settings.residual_stream
+    is_bfloat16 = settings.dtype == jnp.bfloat16
+    return "blocks" if is_bfloat16 and is_tpu(settings) else "full"
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:

@@ -10,7 +10,7 @@ whose instructions work on references. An equation that holds one is a leaf.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._base.jax_compat import (
+    bind_equation,
     composite_parameter,
     manual_axes_of,
     open_jaxpr,
@@ -423,3 +424,36 @@ def _devices(params: dict[str, Any]) -> int:
         return params["axis_size"]
     sizes = dict(params["mesh"].shape)
     return math.prod(sizes[axis] for axis in shard_map_axes(params))
+
+
+_SCALAR = (PrimitiveClass.FULL, PrimitiveClass.CONVERT, PrimitiveClass.MOVE)
+
+
+def number_of(atom: Atom, makers: Mapping[Atom, JaxprEqn]) -> float | None:
+    """Returns the one number that a constant consists of, or None.
+
+    It may be computed in the program: `jnp.sqrt(64)`, `1 - rate`.
+
+    Args:
+        atom: The operand.
+        makers: The equation that makes each variable of its program.
+    """
+    while not isinstance(atom, Literal):
+        maker = makers.get(atom)
+        if maker is None:
+            return None
+        if maker.primitive.name == "broadcast_in_dim":
+            atom = maker.invars[0]
+            continue
+        if properties(maker.primitive.name).kind not in _SCALAR or maker.effects:
+            return None
+        if any(aval_of(a).shape for a in (*maker.invars, *maker.outvars)):
+            return None
+        operands = [number_of(a, makers) for a in maker.invars]
+        if None in operands or len(maker.outvars) != 1:
+            return None
+        with jax.ensure_compile_time_eval():
+            pairs = zip(operands, maker.invars, strict=True)
+            arrays = [jnp.asarray(n, aval_of(a).dtype) for n, a in pairs]
+            return float(bind_equation(maker, *arrays)[0])
+    return None if aval_of(atom).shape else float(atom.val)

@@ -37,7 +37,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._base.jax_compat import execution_key, open_jaxpr
 from .._base.typing import Atom, Program
-from .equations import aval_of, count, is_multiplication, program_of, sub_jaxprs
+from .equations import (
+    aval_of,
+    count,
+    is_multiplication,
+    number_of,
+    program_of,
+    sub_jaxprs,
+)
 from .primitives import PrimitiveClass, properties
 
 T = TypeVar("T")
@@ -412,6 +419,26 @@ def is_made_of_product(value: Atom, makers: Makers) -> bool:
     """Returns whether a value is a matmul plus elementwise ops: bias, dropout."""
     makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
     return any(_is_cast_matmul(maker.outvars[0], makers) for maker in makers_found)
+
+
+def is_unscaled_product(value: Atom, makers: Makers) -> bool:
+    """Returns whether a value is a matmul as it is, plus a bias, dropped out perhaps.
+
+    False for a small step, as in `x + dt * f(x)`, which a half-precision sum may lose.
+    """
+    found = [maker for _, maker in _elementwise(value, makers) if maker]
+    return is_made_of_product(value, makers) and not any(
+        maker.primitive.name in ("mul", "div") and not _enlarges(maker, makers)
+        for maker in found
+    )
+
+
+def _enlarges(equation: JaxprEqn, makers: Makers) -> bool:
+    """Returns whether it multiplies by a number of at least one, as dropout does."""
+    found = [number_of(a, makers.equations) for a in equation.invars]
+    if equation.primitive.name == "div":
+        return found[1] is not None and 0 < abs(found[1]) <= 1
+    return any(number is not None and abs(number) >= 1 for number in found)
 
 
 def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn | None]]:

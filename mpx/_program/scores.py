@@ -5,16 +5,13 @@ does not depend on what both have in common, and a masked element, whose exponen
 zero, only has to be far below the maximum.
 """
 
-import math
-
-import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from .._base.jax_compat import bind_equation
 from .._base.typing import Atom
-from .equations import aval_of, is_multiplication
+from .equations import aval_of, is_multiplication, number_of
 from .islands import Makers
-from .primitives import PrimitiveClass, properties
+from .primitives import properties
 
 # How many operations may be between a maximum and the subtraction of it.
 _STEPS = 8
@@ -50,22 +47,22 @@ def scaled_product(equation: JaxprEqn, makers: Makers) -> tuple[Atom, float] | N
     """Returns the matmul that an equation multiplies by a number, and the number.
 
     None if it does something else, if anything else reads the matmul, or for a number
-    that is not known, zero, or not finite.
+    that is not known, or with whose inverse float32 may overflow.
 
     Args:
         equation: `mul` or `div`.
         makers: The makers of its program.
     """
     name = equation.primitive.name
-    if name not in ("mul", "div"):
+    if name not in ("mul", "div") or aval_of(equation.outvars[0]).dtype != np.float32:
         return None
     pairs = [tuple(equation.invars)]
     if name == "mul":
         pairs.append(pairs[0][::-1])
     for value, factor in pairs:
         product = _only_read_here(value, makers)
-        number = None if product is None else _number(factor, makers)
-        if product is None or not number or not math.isfinite(number):
+        number = None if product is None else number_of(factor, makers.equations)
+        if product is None or number is None or not 1e-30 < abs(number) < 1e30:
             continue
         return product, number if name == "mul" else 1 / number
     return None
@@ -83,30 +80,3 @@ def _only_read_here(value: Atom, makers: Makers) -> Atom | None:
             return None
         value = maker.invars[0]
     return None
-
-
-def _number(atom: Atom, makers: Makers) -> float | None:
-    """Returns the one number that an array of constants consists of, or None.
-
-    `jnp.sqrt(64)` is an operation of the program.
-    """
-    while not isinstance(atom, Literal):
-        maker = makers.equations.get(atom)
-        if maker is None:
-            return None
-        if maker.primitive.name == "broadcast_in_dim":
-            atom = maker.invars[0]
-            continue
-        kind = properties(maker.primitive.name).kind
-        if kind not in (PrimitiveClass.FULL, PrimitiveClass.CONVERT):
-            return None
-        if any(aval_of(a).shape for a in (*maker.invars, *maker.outvars)):
-            return None
-        operands = [_number(a, makers) for a in maker.invars]
-        if None in operands or len(maker.outvars) != 1:
-            return None
-        with jax.ensure_compile_time_eval():
-            pairs = zip(operands, maker.invars, strict=True)
-            arrays = [jax.numpy.asarray(n, aval_of(a).dtype) for n, a in pairs]
-            return float(bind_equation(maker, *arrays)[0])
-    return None if aval_of(atom).shape else float(atom.val)

@@ -43,7 +43,7 @@ class Settings:
 
     Attributes:
         dtype: The half-precision dtype.
-        residual_stream: "full" or "half".
+        residual_stream: "full", "blocks" or "half"; None if not set.
         residuals: "small", "loops" or "fast"; None if not set.
         is_enabled: Whether anything is cast.
         rules: The user's rules.
@@ -56,7 +56,7 @@ class Settings:
     """
 
     dtype: np.dtype = np.dtype(jnp.bfloat16)
-    residual_stream: str = "full"
+    residual_stream: str | None = None
     residuals: str | None = None
     is_enabled: bool = True
     rules: Rules = Rules()
@@ -86,6 +86,11 @@ class Settings:
             if region is not None:
                 settings = dataclasses.replace(settings, **region.explicit_values())
         return settings
+
+    @property
+    def has_half_stream(self) -> bool:
+        """Whether a residual stream may be in half precision."""
+        return self.residual_stream in ("half", "blocks")
 
     @property
     def recipes(self) -> tuple[AbstractRecipe, ...]:
