@@ -40,7 +40,8 @@ class Program:
     Attributes:
         text: Its optimized, scheduled HLO.
         memory: Bytes of arguments, results in none of them, and temporaries. Of a TPU
-            without those on the chip, which `compiled.memory_analysis()` includes.
+            those in its main memory, by the compiler's buffer assignment:
+            `compiled.memory_analysis()` says more of a program that uses the chip's.
         temporaries: Bytes of temporaries.
     """
 
@@ -66,6 +67,8 @@ def program_of(
     Raises:
         jax.errors.JaxRuntimeError: The compiler refuses the program.
     """
+    from ._kernels import memory
+
     if devices[0].platform == "tpu" and options is None:
         found = _without_code(lowered, target, devices)
         if found is not None:
@@ -74,10 +77,8 @@ def program_of(
         # A compilation cache cannot load programs for an absent device.
         warnings.filterwarnings("ignore", ".*persistent compilation cache")
         compiled = lowered.compile(options)
-    sizes = compiled.memory_analysis()
-    whole = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    whole += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
-    return Program(compiled.as_text(), whole, sizes.temp_size_in_bytes)
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return Program(compiled.as_text(), memory(compiled), temporaries)
 
 
 def _without_code(lowered: Any, target: Device, devices: list[Any]) -> Program | None:
@@ -94,14 +95,12 @@ def _without_code(lowered: Any, target: Device, devices: list[Any]) -> Program |
         (folder / "options").write_bytes(options.SerializeAsString())
         more = {"JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": "disabled"}
         more |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        nothing = subprocess.DEVNULL
-        child = subprocess.Popen(
-            [sys.executable, __file__, name, target.topology, *map(str, numbers)],
-            env=os.environ | more,
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        call = [sys.executable, __file__, name, target.topology, *map(str, numbers)]
+        try:
+            child = subprocess.Popen(call, env=os.environ | more, **pipes)
+        except OSError:
+            return None
         try:
             while True:
                 is_over = child.poll() is not None
@@ -119,16 +118,19 @@ def _options(module: Any, numbers: list[int]) -> Any:
 
     names = {x.attributes["sym_name"].value: x for x in module.body.operations}
     main = names["main"]
-    given = {key: list(main.attributes[key]) for key in ("arg_attrs", "res_attrs")}
-    # XLA chooses the sharding of an array that has none.
-    free = {key: ["sharding" not in str(x) for x in v] for key, v in given.items()}
+
+    def are_free(key: str) -> list[bool]:  # XLA shards an array that has no sharding
+        given = main.attributes[key] if key in main.attributes else ()
+        return ["sharding" not in str(one) for one in given]
+
     options: Any = backend.get_compile_options(
         num_replicas=1, num_partitions=len(numbers), device_assignment=[numbers]
     )
-    options.parameter_is_tupled_arguments = len(given["arg_attrs"]) > _TUPLED
+    arguments = main.regions[0].blocks[0].arguments
+    options.parameter_is_tupled_arguments = len(arguments) > _TUPLED
     build = options.executable_build_options
-    build.allow_spmd_sharding_propagation_to_parameters = free["arg_attrs"]
-    build.allow_spmd_sharding_propagation_to_output = free["res_attrs"]
+    build.allow_spmd_sharding_propagation_to_parameters = are_free("arg_attrs")
+    build.allow_spmd_sharding_propagation_to_output = are_free("res_attrs")
     return options
 
 

@@ -334,35 +334,25 @@ def estimate(
     )
 
 
+_LOOPS = "Loops that run an unknown number of times, and count once: {} ({})."
+_PALLAS = (
+    "Pallas kernels without a `cost_estimate`, whose operations are unknown: {} ({})."
+)
+
+
 def _findings(
     module: Module,
     kernels: Sequence[tuple[Kernel, str]],
     frames: Mapping[int, Frames],
 ) -> Iterator[str]:
     """Yields what of a program is not counted, or less often than it runs."""
-    loops = [
-        one
-        for body in module.computations.values()
-        for one in body
-        if module.trips.get(one.name, 0) is None
-    ]
-    if loops:
-        lines = dict.fromkeys(_line(frames.get(one.frame, ())) for one in loops)
-        yield (
-            f"How often {_several(len(loops), 'loop')} run is unknown "
-            f"({', '.join(lines)}): what is inside counts once."
-        )
+    every = (one for body in module.computations.values() for one in body)
+    loops = [one for one in every if module.trips.get(one.name, 0) is None]
     hidden = [k for k, _ in kernels if k.target == PALLAS and not k.further]
-    if hidden:
-        lines = dict.fromkeys(_line(frames.get(k.frame, ())) for k in hidden)
-        yield (
-            f"Operations of {_several(len(hidden), 'Pallas kernel')} without a "
-            f"`cost_estimate` are not counted ({', '.join(lines)})."
-        )
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count > 1)}"
+    for says, found in ((_LOOPS, loops), (_PALLAS, hidden)):
+        if found:
+            lines = dict.fromkeys(_line(frames.get(one.frame, ())) for one in found)
+            yield says.format(len(found), ", ".join(lines))
 
 
 def _line(calls: Frames) -> str:

@@ -152,6 +152,10 @@ _NOTES = (
     "not alive then are 0 B.",
     "Memory is that of the program, of a TPU without what is on the chip.",
 )
+_NOTES_TPU = (
+    "For a TPU no code is generated: a Pallas kernel that needs more than the chip's "
+    "memory would be refused only then.",
+)
 _NOTES_CUDA = (
     "On a GPU JAX reserves 75% of the device's "
     "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
@@ -258,7 +262,9 @@ def forecast(
             versions=_versions(),
             titles={target.name: target.title for target in found},
             roofs={target.name: target.roof for target in found},
-            notes=_NOTES + _NOTES_CUDA * any(t.platform == "cuda" for t in found),
+            notes=_NOTES
+            + _NOTES_TPU * any(t.platform == "tpu" for t in found)
+            + _NOTES_CUDA * any(t.platform == "cuda" for t in found),
         )
 
     return report
