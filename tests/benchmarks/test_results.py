@@ -174,16 +174,16 @@ def is_default(case):
 # the others changes most of them.
 CHOSEN = {
     "whole-steps whole_steps": (1, is_whole),
+    "monitor monitor": (1, lambda c: c["model"] == "base"),
+    "residuals residuals": (8, lambda c: True),
     "whole-steps-tpu whole_steps_tpu": (
         3,
         lambda c: c["arm"] == whole_steps_tpu.DEFAULT,
     ),
-    "monitor monitor": (1, lambda c: c["model"] == "base"),
-    "residuals residuals": (8, lambda c: True),
-    "sweep sweep": (3, lambda c: c["devices"] == 1),
     "residuals default": (1, is_default),
     "workloads products": (3, lambda c: c["outputs"] == 512),
     "workloads half": (1, lambda c: c["arm"] == half.DEFAULT),
+    "sweep sweep": (3, lambda c: c["devices"] == 1),
 }
 CASES = [(name, *chosen) for name, chosen in CHOSEN.items()]
 
