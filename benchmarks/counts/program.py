@@ -1,17 +1,10 @@
 """What a compiled program needs: memory and traffic, per device.
 
-* **Memory** comes from the executable's own buffer assignment: arguments, results
-  and temporaries, less the results that are in donated arguments. It is what the
-  step holds on the device at its worst moment.
-* **Traffic** is the bytes read and written by the program's operations. Where the
-  compiler has a cost analysis (TPU, CPU) its "bytes accessed" is taken. Where it
-  has none (CUDA), the operands and results of every instruction of the optimized
-  HLO that runs as a kernel are added up: what happens inside a fusion stays in
-  registers and does not count, a loop's body counts as often as the loop runs.
-
-Sharp edges: neither knows of caches, so traffic is a bound and not a measurement,
-and the two ways of counting must not be compared with each other. "bytes accessed"
-counts a loop's body once.
+* **Memory**: arguments, results and temporaries, less the results that are in donated
+  arguments, by the executable's own buffer assignment.
+* **Traffic**: the compiler's "bytes accessed" (TPU, CPU), which counts a loop's body
+  once. Where it has none (CUDA), operands and results of all kernels, loops by their
+  turns. Neither knows of caches, and the two must not be compared.
 """
 
 from __future__ import annotations

@@ -135,13 +135,12 @@ def tables(found: Results) -> Iterator[Table]:
 _NOTE = (
     "Lower is better. *HBM* leaves out arrays in VMEM, *all* has them, but no copies "
     "between the two. *float32* is plain JAX, whose matmuls a TPU computes in "
-    "bfloat16, too; beside masters it has float32 weights. mpx: *nothing set* is "
+    "bfloat16, too; beside masters its weights are float32. *Nothing set* is "
     "`mpx.autocast(loss)` and `mpx.optimizer_step`, *half stream* has "
-    '`residual_stream="half"`, as *delayed* and *current*, and *unchecked* is '
-    "`jax.value_and_grad(mpx.autocast(loss))`. Models as for GPUs, of fewer layers; "
-    "*scores* are scaled and masked in this by the naive cast. *ViT-B*: 3 layers, 64 "
-    "images. *Desktop ViT*: 2 of Equinox's blocks, 256 images. *U-Net*: 16 images of "
-    "64 x 64. *ResNet*: 4 blocks, 64 images. *LSTM*: 64 texts of 256."
+    '`residual_stream="half"` (as *delayed* and *current*), *unchecked* is '
+    "`jax.value_and_grad(mpx.autocast(loss))`. Models as for GPUs, with fewer layers; "
+    "*scores* are scaled and masked in this by naive. *ViT-B*: 3 layers. *ViT*s and "
+    "*ResNet*: 64 images, desktop 256, *U-Net* 16 of 64 x 64."
 )
 
 
