@@ -1,30 +1,37 @@
 """What a compiled program needs: memory and traffic, per device.
 
-* **Memory**: arguments, results and temporaries, less the results that are in donated
-  arguments, by the executable's own buffer assignment.
-* **Traffic**: the compiler's "bytes accessed" (TPU, CPU), which counts a loop's body
-  once. Where it has none (CUDA), operands and results of all kernels, loops by their
-  turns. Neither knows of caches, and the two must not be compared.
+* **Memory** comes from the executable's own buffer assignment: arguments, results
+  and temporaries, less the results that are in donated arguments. It is what the
+  step holds on the device at its worst moment.
+* **Traffic** is the bytes read and written by the program's operations: the operands
+  and results of every instruction of the optimized HLO that runs as a kernel. What
+  happens inside a fusion stays in registers and does not count, a loop's body counts
+  as often as the loop runs. Of a TPU only main memory counts, and of slices what is
+  read (`kernels_of`). A CPU's is its "bytes accessed", with a loop's body once.
+
+Sharp edges: none knows of caches, so traffic is a bound and not a measurement, and
+counts of different compilers must not be compared with each other.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..counter import counter
+from ..counter import TARGETS, counter
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, int]:
     """Bytes of a `jax.stages.Compiled`: memory, the scratch buffer of it, traffic."""
-    del fields
-    cost = compiled.cost_analysis() or {}
-    known = cost.get("bytes accessed")
+    target = TARGETS.get(fields.get("target", ""))
+    known = (compiled.cost_analysis() or {}).get("bytes accessed")
+    if target is not None and target.platform == "tpu":
+        known = counter.traffic(counter.kernels_of(compiled.as_text()))
+    elif known is None:
+        known = operand_and_result_bytes(compiled.as_text())
     return {
         "memory": counter.memory(compiled),
         "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-        "traffic": operand_and_result_bytes(compiled.as_text())
-        if known is None
-        else int(known),
+        "traffic": int(known),
     }
 
 

@@ -313,16 +313,7 @@ Body = dict[str, Instruction]
 Read = Callable[[int], int | None]
 _MOST_TRIPS = 65536
 _COPIES = ("copy", "bitcast", "convert", "reshape")
-_ARITHMETIC: dict[str, Callable[..., int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "select": lambda chosen, one, other: one if chosen else other,
-}
+_ARITHMETIC = {"add": "add", "subtract": "sub", "multiply": "mul", "and": "and_"}
 _LITERAL = re.compile(r"\bconstant\((-?\d+|true|false)\)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 
@@ -377,11 +368,9 @@ def _scalar(name: str, body: Body, read: Read, bodies: dict[str, Body]) -> int |
     elif one.opcode in ("fusion", "call"):
         inner = bodies[one.runs[0]]
         value = _scalar(_root(inner).name, inner, operand, bodies)
-    elif one.opcode in _ARITHMETIC or one.opcode == "compare":
-        made = _ARITHMETIC.get(one.opcode)
-        made = made or getattr(operator, one.attribute("direction").lower())
+    elif named := _ARITHMETIC.get(one.opcode) or one.attribute("direction").lower():
         several = [operand(number) for number in range(len(one.operands))]
-        value = None if None in several else int(made(*several))
+        value = None if None in several else int(getattr(operator, named)(*several))
     kind, bits = one.results[0].kind[0], one.results[0].bits_each
     least = -(1 << bits - 1) if kind == "s" else 0
     # One that does not fit wraps around; a float is not followed.

@@ -80,6 +80,12 @@ class Kernel:
     is_of_integers: bool = False
 
     @property
+    def matmuls(self) -> int:
+        """Operations of matmuls; on a TPU of convolutions, as which XLA writes them."""
+        is_call = self.target.startswith("__cudnn")
+        return self.operations + (0 if is_call else self.further)
+
+    @property
     def is_attention(self) -> bool:
         """Whether it is attention in one kernel."""
         return self.target.startswith("__cudnn$fmha")
@@ -91,7 +97,7 @@ def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
         kernel.times
         * max(
             kernel.bytes / roof.bandwidth,
-            kernel.operations / roof.peaks[kernel.bits] if kernel.operations else 0.0,
+            kernel.matmuls / roof.peak(kernel.bits, kernel.is_of_integers),
         )
         for kernel in kernels
     )
@@ -104,7 +110,7 @@ def traffic(kernels: list[Kernel]) -> int:
 
 def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
     """Returns the kernels with matmuls of 8 bits or less."""
-    return [kernel for kernel in kernels if kernel.operations and kernel.bits <= 8]
+    return [kernel for kernel in kernels if kernel.matmuls and kernel.bits <= 8]
 
 
 def kernels_of(text: str) -> list[Kernel]:

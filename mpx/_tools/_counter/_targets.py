@@ -101,6 +101,7 @@ def _read() -> dict[str, Device]:
             numbers[key] = {int(bits): peak for bits, peak in one[key].items()}
         roof = Roof(**numbers, **shares)
         own: dict[str, str] = {key: one["source"] for key in numbers}
+        own |= one.get("sources", {})
         sources = origins | own
         if is_tpu:
             # unsure: no TPU was measured; its kernels are taken to start in no time,

@@ -66,13 +66,12 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
     opcode = kernel.opcode.removesuffix("-start")
     if opcode in (*COLLECTIVES, "send", "recv"):
         return COLLECTIVE
-    if kernel.operations:
+    if kernel.matmuls:
         return _MATMUL.format(kernel.bits)
     if kernel.is_attention:
         return ATTENTION
-    if kernel.further:  # a TPU's compiler writes matmuls as convolutions
-        is_call = kernel.target.startswith("__cudnn")
-        return CONVOLUTION if is_call else _MATMUL.format(kernel.bits)
+    if kernel.further:
+        return CONVOLUTION
     is_amax = kernel.results <= _SCALARS and "quantized" in kernel.source
     if is_amax or (kernel.few and kernel.results - kernel.few <= _SCALARS):
         return QUANTIZING
@@ -95,7 +94,7 @@ def quantizing_bytes(kernel: Kernel, kind: str) -> int:
     """
     if kind == QUANTIZING:
         return kernel.bytes
-    return 0 if kernel.operations else kernel.few
+    return 0 if kernel.matmuls else kernel.few
 
 
 def _moving_and_multiplying(
@@ -320,7 +319,7 @@ def estimate(
         memory_by_part=parts,
         traffic=sum(k.bytes * k.times for k, _ in kernels),
         quantizing=sum(quantizing_bytes(*one) * one[0].times for one in kernels),
-        quantized=sum(k.few * k.times for k, _ in kernels if not k.operations),
+        quantized=sum(k.few * k.times for k, _ in kernels if not k.matmuls),
         flops=_flops(kernels),
         sent=dict(sent),
         kernels=sum(k.times for k, _ in kernels),

@@ -119,7 +119,10 @@ def test_times(kernels):
 def test_units_for_fewer_bits_and_sources_of_numbers():
     assert H100.peak(8) == 1979e12
     assert H100.peak(4) == 1979e12  # no units of 4 bits
-    assert TARGETS["v5e"].roof.peak(8) == TARGETS["v5e"].roof.peak(16)
+    v5e, tpu7x = TARGETS["v5e"].roof, TARGETS["tpu7x"].roof
+    assert v5e.peak(8) == v5e.peak(16) == v5e.peak(16, True)  # FP8 is emulated
+    assert v5e.peak(8, True) == 393e12
+    assert tpu7x.peak(8) == 2 * tpu7x.peak(8, True)
     for target in TARGETS.values():
         own = vars(target.roof).items()
         assert set(target.sources) == {name for name, value in own if value != {}}

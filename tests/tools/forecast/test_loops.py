@@ -4,7 +4,13 @@
 
 import pytest
 
-from mpx._tools._counter import kernels_of, parse
+from mpx._tools._counter import (
+    TARGETS,
+    kernels_of,
+    of_few_bits,
+    parse,
+    roof_seconds,
+)
 from mpx._tools._forecast._estimate import _findings
 
 STATE = "(s32[], f32[65536], s32[])"
@@ -118,6 +124,8 @@ CONVOLUTIONS = {
     + ("window={size=8x16 stride=7x15 lhs_dilate=8x16}, dim_labels=0b1f_0o1i->01bf",),
     "matmul": (2 * 64 * 32 * 16, "bf16[64,32]", "bf16[32,16]", "bf16[64,16]")
     + ("dim_labels=bf_io->bf",),
+    "integers": (2 * 64 * 32 * 16, "s8[64,32]", "s8[32,16]", "s32[64,16]")
+    + ("dim_labels=bf_io->bf",),
     # Of three places at each of 64 pixels, two are outside.
     "same": (2 * 8 * (3 * 64 - 2) ** 2 * 16 * 32, "f32[8,64,64,16]")
     + ("f32[3,3,16,32]", "f32[8,64,64,32]")
@@ -140,7 +148,13 @@ def test_what_meets_in_a_convolution_counts(form):
         f"  %b = {right} parameter(1)",
         f"  ROOT %c = {result} convolution(%a, %b), {window}",
     )
-    assert [k.further for k in kernels_of(program(*lines))] == [operations]
+    (kernel,) = kernels_of(program(*lines))
+    assert kernel.further == operations
+    assert kernel.is_of_integers == (form == "integers")
+    assert bool(of_few_bits([kernel])) == (form == "integers")
+    peak = 393e12 if form == "integers" else 197e12
+    seconds = max(operations / peak, kernel.bytes / 819e9)
+    assert roof_seconds([kernel], TARGETS["v5e"].roof) == seconds
 
 
 def test_pallas_kernels_have_their_estimate_or_are_a_finding():
