@@ -30,6 +30,7 @@ Row = tuple[str, str, Kept]
 _V5E: dict[tuple[str, Kept], tuple[float, float, float]] = {
     (_LLAMA + _F32, "float32"): (1.02, 0.97, 0),
     (_LLAMA + _HALF, "float32"): (1.02, 1.05, 0),
+    (f"{_LLAMA}, no remat{_F32}", "float32"): (0, 0, 0),
     (_SCAN + _F32, "float32"): (0, 0, 0),
     (_SCAN + _HALF, "float32"): (1.03, 1.00, 0),
     (_LLAMA + _F32, "masters"): (1.11, 1.04, 0),

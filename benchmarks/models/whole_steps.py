@@ -100,6 +100,7 @@ _LLAMA_2, _LLAMA_4 = (dataclasses.replace(_LLAMA, layers=count) for count in (2,
 _EXPERTS = Sizes(1024, 2816, 32_000, layers=2, heads=16, kernel=True)
 _WITH_SCORES = {
     "Llama of 2": (llama, _LLAMA_2),
+    "Llama of 2, no remat": (llama, _LLAMA_2, _KEPT),
     "Llama of 4 in a scan": (llama, _LLAMA_4, _IN_SCAN),
     "GPT of 4": (gpt, dataclasses.replace(_GPT, layers=4), _GPT_ORDER),
     "experts by einsum": (on_tpu.dispatched, _EXPERTS),
