@@ -290,12 +290,13 @@ def _fill(number: np.ndarray) -> float | None:
 
     It is finite if the number is: `finfo(float32).min` becomes the least of bfloat16.
     """
-    if not number <= 0:  # or NaN
+    value, least = float(number), float(jnp.finfo(jnp.bfloat16).min)
+    if not value <= 0:  # or NaN
         return None
-    least = float(jnp.finfo(jnp.bfloat16).min)
-    number = number if np.isinf(number) else np.maximum(number, least)
-    rounded = float(np.asarray(number, jnp.bfloat16))
-    return rounded if number <= _LOW or rounded == number else None
+    rounded = float(np.asarray(max(value, least), jnp.bfloat16))
+    if np.isinf(value):
+        return value
+    return rounded if value <= _LOW or rounded == value else None
 
 
 def is_tpu(settings: Settings) -> bool:

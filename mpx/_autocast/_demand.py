@@ -39,8 +39,8 @@ from .._program import (
     is_made_of_product,
     is_multiplication,
     is_residual,
+    is_scaled,
     is_sum_of_products,
-    is_unscaled_product,
     looked_up,
     makers_of,
     only_picks,
@@ -331,9 +331,10 @@ class _DemandFlow(BackwardFlow[Demand]):
         # An addition to a half-precision stream may be half, too, without loss.
         if not (here.has_half_stream and here.is_enabled):
             return True
-        in_blocks = here.residual_stream == "blocks"
-        is_branch = is_unscaled_product if in_blocks else is_made_of_product
-        return any(is_branch(a, self.makers) for a in equation.invars)
+        branches = [a for a in equation.invars if is_made_of_product(a, self.makers)]
+        if here.residual_stream == "blocks" and equation.primitive.name == "add":
+            branches *= not any(is_scaled(a, self.makers) for a in branches)
+        return bool(branches)
 
     def _adds_bias_to_residual(self, equation: JaxprEqn, here: Settings) -> bool:
         """Returns whether an equation adds to a residual addition that only it reads.

@@ -205,7 +205,7 @@ def _emit(case: Case) -> list[Value]:
         with _noted(case, Choice(known.kind, Reason.SCALED, scaled.dtype)):
             return [scaled]
     results = _biased(case) or _emit_decided(case)
-    if equation.outvars[0] in case.ahead.unbiased:
+    if any(v in case.ahead.unbiased for v in equation.outvars):
         results[0].summands = case.operands
     if any(v in case.ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
@@ -216,7 +216,7 @@ def _emit(case: Case) -> list[Value]:
 
 def _scaled_already(case: Case) -> Value | None:
     """Returns the matmul that is multiplied here, if it was multiplied already."""
-    if case.equation.outvars[0] not in case.ahead.scaled:
+    if not any(v in case.ahead.scaled for v in case.equation.outvars):
         return None
     for value in case.operands:
         if value.facts.is_scaled:
@@ -249,7 +249,7 @@ def _biased(case: Case) -> list[Value] | None:
     pairs = (case.operands, case.operands[::-1]) if case.name == "add" else ()
     for summed, bias in pairs:
         if summed.summands:
-            y, x = sorted(summed.summands, key=lambda v: v.facts.is_stream)
+            y, x = sorted(summed.summands[::-1], key=lambda v: v.facts.is_stream)
             kind, dtype = properties(case.name).kind, case.settings.dtype
             inner = case._replace(operands=[y, bias])
             with _noted(case, Choice(kind, Reason.BETWEEN, FULL)):

@@ -421,15 +421,15 @@ def is_made_of_product(value: Atom, makers: Makers) -> bool:
     return any(_is_cast_matmul(maker.outvars[0], makers) for maker in makers_found)
 
 
-def is_unscaled_product(value: Atom, makers: Makers) -> bool:
-    """Returns whether a value is a matmul as it is, plus a bias, dropped out perhaps.
+def is_scaled(value: Atom, makers: Makers) -> bool:
+    """Returns whether a value may be a small step, as in `x + dt * f(x)`.
 
-    False for a small step, as in `x + dt * f(x)`, which a half-precision sum may lose.
+    A half-precision sum would lose that. Dropout multiplies by a number above one.
     """
-    found = [maker for _, maker in _elementwise(value, makers) if maker]
-    return is_made_of_product(value, makers) and not any(
+    return any(
         maker.primitive.name in ("mul", "div") and not _enlarges(maker, makers)
-        for maker in found
+        for _, maker in _elementwise(value, makers)
+        if maker
     )
 
 

@@ -565,7 +565,8 @@ def test_a_jit_that_says_where_its_arrays_lie_is_called_once(said):
 @pytest.mark.parametrize("target", ["tpu v5e", "h100", "cpu"])
 def test_islands_are_recomputed_whatever_is_compiled_for(target):
     loss = between_products(normed)
-    assert remats(mpx.autocast(loss, target=target), weights(), X)
+    small = None if target != "tpu v5e" else "small"  # there in loops only, by default
+    assert remats(mpx.autocast(loss, target=target, residuals=small), weights(), X)
     assert not remats(mpx.autocast(loss, target=target, residuals="fast"), weights(), X)
 
 

@@ -283,7 +283,7 @@ WRONG = {
         (lambda: full(), "`parameter` or `when`. For every"),
         (lambda: full(()), r"must not be empty; got \(\)"),
         (lambda: full(scope=""), "`scope`.*not be empty"),
-        (lambda: mpx.autocast(model, residual_stream="bfloat16"), '"full" or "half"'),
+        (lambda: mpx.autocast(model, residual_stream="bfloat16"), '"blocks" or "half"'),
     ],
 }
 
