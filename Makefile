@@ -7,7 +7,7 @@
 ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
-.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda wheel docs serve venv lint format types layers unsure pytest \
+.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda counts-tpu wheel docs serve venv lint format types layers unsure pytest \
 	test-newest test-newest-part newest-part-venv newest-venv torch-venv test-oldest-part oldest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -116,6 +116,9 @@ wheel: ## Build the files of a release, check them, run the README with the whee
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
 	@$(BIN)/python -m benchmarks residuals workloads whole-steps few-bits wire monitor docs --out benchmarks/results $(ARGS)
+
+counts-tpu: $(ALL) ## Count the programs compiled for TPUs (no TPU needed)
+	@$(BIN)/python -m benchmarks whole-steps-tpu docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'

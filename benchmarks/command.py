@@ -29,11 +29,11 @@ class Options:
     size), `host` (CPU time to trace and lower), `recipes` (the loss of a GPT in each
     precision) and `errors` (of single products in low precision). Compiled for GPUs
     that need not be here are `whole-steps` (large models with remat, scans and master
-    weights, beside the peers), `workloads` (models of other kinds in half precision,
-    and single layers by size), `residuals` (steps that recompute islands), `few-bits`
-    (a state in few bits), `wire` (what steps on four devices send, also on TPUs),
-    `monitor` (what watching a step costs), `compile-time`, and `published` (what
-    `mpx.forecast` says beside speed-ups that others have measured).
+    weights, beside the peers; `whole-steps-tpu` for TPUs), `workloads` (models of other
+    kinds in half precision, and single layers by size), `residuals` (steps that
+    recompute islands), `few-bits` (a state in few bits), `wire` (what steps on four
+    devices send, also on TPUs), `monitor` (what watching a step costs), `compile-time`,
+    and `published` (`mpx.forecast` beside speed-ups that others measured).
     `cpu` measures training steps on the CPU of this machine, with the peers, the newest
     JAX (`make newest-venv`) and PyTorch (`make torch-venv`) where they are.
     `few-bits-trainings` are the losses of optimizers, some for 3,000 steps. `docs` only

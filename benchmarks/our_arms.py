@@ -143,3 +143,11 @@ ON_CPU = {
         autocast_arm("mpx current", recipe=RECIPES["current"]),
     )
 }
+
+# Those of whole steps on TPUs: what is set, and whether gradients are checked.
+ON_TPU = {
+    "float32": FLOAT32,
+    "nothing set": autocast_arm("nothing set"),
+    "half stream": autocast_arm("half stream", residual_stream="half"),
+    "unchecked": _alone("unchecked"),
+}

@@ -5,7 +5,7 @@ module has besides
 
 * `CASES`, dataclasses with a `target`;
 * `build(fields, devices)`, the step, and `count(compiled, fields)`, its record;
-* if need be `compile_twice(lowered, fields)`, which says more than a count, and
+* if need be `compile(lowered, fields)`, which may say more than a count, and
   `more_records()`.
 
 Of what is *measured*, a module has `requests(options, found)` for workers, and a
@@ -39,6 +39,7 @@ from .counts import (
     residuals,
     sweep,
     whole_steps,
+    whole_steps_tpu,
     wire,
 )
 from .numerics import errors, few_bits, recipes, streams
@@ -51,6 +52,7 @@ COUNTED: dict[str, tuple[Any, ...]] = {
     "residuals": (residuals,),
     "workloads": (half, products),
     "whole-steps": (whole_steps,),
+    "whole-steps-tpu": (whole_steps_tpu,),
     "wire": (wire,),
     "few-bits": (few_bits_counts,),
     "monitor": (monitor,),

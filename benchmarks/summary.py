@@ -58,7 +58,8 @@ class Step:
 
 def _whole(title: str, target: str, whole: str, weights: str) -> Step:
     match = {"target": target, "whole": whole, "weights": weights}
-    return Step(title, "whole-steps", match, "naive bfloat16")
+    source = "whole-steps-tpu" if target == "v5e" else "whole-steps"
+    return Step(title, source, match, "naive bfloat16")
 
 
 LLAMA = _whole(
@@ -76,6 +77,12 @@ VIT = Step(
     "residuals",
     {"target": "h100", "model": "desktop", "blocks": 12},
     "float32",
+)
+TPU = _whole(
+    "Llama, 337 M, in a scan, float32 masters, TPU v5e; naive bfloat16",
+    "v5e",
+    "Llama of 4 in a scan, scores in float32",
+    "masters",
 )
 H100_MLP, B200_MLP = (
     _whole(
@@ -96,6 +103,7 @@ ROWS: tuple[tuple[str, Step, str, dict[str, str], str], ...] = (
         {"published MPX": "MPX bfloat16"},
         "bfloat16",
     ),
+    ("bfloat16", TPU, "nothing set", {"float32": "float32"}, "bfloat16"),
     ("FP8, delayed", H100_MLP, "delayed", _PEERS, "delayed"),
     ("MXFP8", B200_MLP, "mxfp8", {"JAX MXFP8": "jax.nn MXFP8"}, "mxfp8"),
     ("NVFP4", B200_MLP, "nvfp4", {"JAX NVFP4": "jax.nn NVFP4"}, "nvfp4"),

@@ -116,7 +116,7 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     part, target = _part(request), TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
-    compile = getattr(part, "compile_twice", _compiled)
+    compile = getattr(part, "compile", _compiled)
     for fields in request["cases"]:
         devices = counter.compile_only_devices(target, fields.get("devices", 1))
         with _compiling_for(request, target.name):

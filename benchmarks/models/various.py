@@ -7,6 +7,7 @@ mixture of experts; a ResNet with batch norms. They are functions of their layer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,20 +62,21 @@ def lstm_layer(layers: Layers, x: Array) -> Array:
     return jax.lax.scan(turn, (zeros, zeros), x)[1]
 
 
-def state_space(sizes: Sizes, order: Order) -> Model:
-    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated."""
+def state_space(sizes: Sizes, order: Order, full: Any = None) -> Model:
+    """Of blocks of states `h[t] = a[t] h[t-1] + (1 - a[t]) x[t]`, gated; of a dtype."""
 
     def block(layers: Layers, x: Array) -> Array:
         found = layers.dense("into", rms_norm(layers, "norm", x), 3 * sizes.hidden)
         drive, decay, gate = jnp.split(found, 3, axis=-1)
-        decay = jax.nn.sigmoid(decay)
+        decay = jax.nn.sigmoid(decay.astype(full or x.dtype))
 
         def combine(first: Any, second: Any) -> tuple[Array, Array]:
             return first[0] * second[0], second[0] * first[1] + second[1]
 
-        pairs = decay, (1 - decay) * drive
+        pairs = decay, (1 - decay) * drive.astype(decay.dtype)
         _, states = jax.lax.associative_scan(combine, pairs, axis=1)
-        return x + layers.dense("out", states * jax.nn.silu(gate), sizes.width)
+        gated = states * jax.nn.silu(gate)
+        return x + layers.dense("out", gated.astype(x.dtype), sizes.width)
 
     def loss(layers: Layers, tokens: Any) -> Array:
         x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
@@ -87,20 +89,6 @@ def state_space(sizes: Sizes, order: Order) -> Model:
 EXPERTS, TAKEN = 8, 2
 
 
-def experts(sizes: Sizes, order: Order) -> Model:
-    """Of blocks of attention, and experts of which each token takes some."""
-
-    def block(layers: Layers, x: Array) -> Array:
-        x = x + attention(layers, x, sizes)
-        return x + _by_ragged_dot(layers, rms_norm(layers, "norm", x), sizes)
-
-    def loss(layers: Layers, tokens: Any) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
-
-    return loss
-
-
 def _routed(layers: Layers, x: Array) -> tuple[Array, Array]:
     """Of each token: its experts, and how much of each."""
     router = layers.weight("router", x.shape[-1], EXPERTS).astype(x.dtype)
@@ -108,14 +96,16 @@ def _routed(layers: Layers, x: Array) -> tuple[Array, Array]:
     return chosen, jax.nn.softmax(logits).astype(x.dtype)
 
 
+def weights_of_experts(layers: Layers, x: Array, sizes: Sizes) -> Iterator[Array]:
+    """Into the hidden layer twice, and out of it."""
+    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
+    for name, shape in {"gate": inside, "up": inside, "down": outside}.items():
+        yield layers.weight(name, EXPERTS, *shape).astype(x.dtype)
+
+
 def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Tokens are sorted by their experts."""
-    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
-    shapes = {"gate": inside, "up": inside, "down": outside}
-    gate, up, down = (
-        layers.weight(name, EXPERTS, *shape).astype(x.dtype)
-        for name, shape in shapes.items()
-    )
+    gate, up, down = weights_of_experts(layers, x, sizes)
     rows = x.reshape(-1, x.shape[-1])
     chosen, shares = _routed(layers, rows)
     order = jnp.argsort(chosen.reshape(-1))
@@ -127,6 +117,20 @@ def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     back = jnp.argsort(order)
     out = out[back].reshape(-1, TAKEN, x.shape[-1]) * shares[..., None]
     return jnp.sum(out, 1).reshape(x.shape)
+
+
+def experts(sizes: Sizes, order: Order, mix: Any = _by_ragged_dot) -> Model:
+    """Of blocks of attention, and experts of which each token takes some."""
+
+    def block(layers: Layers, x: Array) -> Array:
+        x = x + attention(layers, x, sizes)
+        return x + mix(layers, rms_norm(layers, "norm", x), sizes)
+
+    def loss(layers: Layers, tokens: Any) -> Array:
+        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
+        return next_token_loss(layers, x, tokens, sizes)
+
+    return loss
 
 
 # --- Of images ------------------------------------------------------------------------

@@ -21,12 +21,14 @@ from jaxtyping import Array
 
 from ..peers import eight_bits, whole_steps as peers
 from ..steps import (
+    FLOAT32,
     LEARNING_RATE,
     NAIVE as NAIVE_ARM,
     ArrayStep,
     built,
     to_bfloat16,
 )
+from . import on_tpu
 from .arranged import (
     ADAPTERS,
     CastWeights,
@@ -39,7 +41,7 @@ from .arranged import (
     mlp,
 )
 from .various import experts, lstm, resnet, state_space
-from .weights import Weights, by_slices, random_weights, shapes_of
+from .weights import Attention, Weights, by_cudnn, by_slices, random_weights, shapes_of
 
 NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
 PEERS = (FLAX, QWIX, *eight_bits.PRODUCTS)
@@ -61,6 +63,7 @@ class Whole:
         rows: How many examples.
         context: Tokens of each; 0 where they are vectors or images.
         image: The shape of each image; empty where there is none.
+        attention: Of all arms; by default that of the arm, which needs a GPU.
     """
 
     model: Callable[[Sizes, Order], Model]
@@ -69,6 +72,7 @@ class Whole:
     rows: int = 8
     context: int = 1024
     image: tuple[int, ...] = ()
+    attention: Attention | None = None
 
     def random_data(self, key: Array) -> Any:
         """Tokens, or rows of numbers or images with labels."""
@@ -91,6 +95,33 @@ _SCAN_KEPT = Order(jax.lax.scan, remat=False)
 _GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
 
 
+# Shallower: what is counted is how each of a few layers is compiled.
+_LLAMA_2, _LLAMA_4 = (dataclasses.replace(_LLAMA, layers=count) for count in (2, 4))
+_EXPERTS = Sizes(1024, 2816, 32_000, layers=2, heads=16, kernel=True)
+_WITH_SCORES = {
+    "Llama of 2": (llama, _LLAMA_2),
+    "Llama of 2, no remat": (llama, _LLAMA_2, _KEPT),
+    "Llama of 4 in a scan": (llama, _LLAMA_4, _IN_SCAN),
+    "GPT of 4": (gpt, dataclasses.replace(_GPT, layers=4), _GPT_ORDER),
+    "experts by einsum": (on_tpu.dispatched, _EXPERTS),
+    "experts by ragged_dot": (experts, _EXPERTS),
+}
+_STATES = Sizes(1024, 2048, 16_384, layers=2)
+_VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
+_OF_IMAGES = functools.partial(on_tpu.plain, is_causal=False)
+_FULL, _HALF = (functools.partial(_OF_IMAGES, full=full) for full in (True, False))
+_OF_TPUS = {
+    f"{model}, scores in {scores}": Whole(*of, attention=attention)
+    for model, of in _WITH_SCORES.items()
+    for scores, attention in on_tpu.SCORES.items()
+} | {
+    "Llama of 2, flash attention": Whole(llama, _LLAMA_2, attention=on_tpu.by_pallas),
+    "ViT-B": Whole(on_tpu.vit, _VIT, _KEPT, 64, 0, (196, 768), _HALF),
+    "U-Net": Whole(on_tpu.unet, _UNET, _KEPT, 16, 0, (64, 64, 4), _FULL),
+    "ResNet of 224": Whole(resnet, Sizes(0, 0, 1000, 1), _KEPT, 64, 0, (224, 224, 3)),
+    "state space of 2, float32 scan": Whole(on_tpu.float32_scan, _STATES, _KEPT),
+    "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), _KEPT, 64, 256),
+}
 _TEXTS = {"rows": 4, "context": 16}
 WHOLE = {
     "Llama": Whole(llama, _LLAMA),
@@ -110,6 +141,7 @@ WHOLE = {
     "ResNet": Whole(
         resnet, Sizes(0, 0, 1000, 1), rows=32, context=0, image=(128, 128, 3)
     ),
+    **_OF_TPUS,
     "tiny Llama": Whole(llama, _TINY, **_TEXTS),
     "tiny scan": Whole(llama, _TINY, _IN_SCAN, **_TEXTS),
     "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
@@ -129,7 +161,7 @@ class Case:
         weights: What is kept of them: `"float32"`, `"masters"` for bfloat16 with
             float32 masters in the optimizer's state, `"frozen"` for bfloat16 of
             which only adapters are trained, or one of `FEW`.
-        arm: `NAIVE`, `FLAX`, `QWIX`, one of `peers.eight_bits`, or ours.
+        arm: `NAIVE`, `FLAX`, `QWIX`, one of `peers.eight_bits`, float32, or ours.
         portable: Two blocks, with attention in plain JAX, which lower without cuDNN.
     """
 
@@ -156,7 +188,7 @@ def build(
     if case.arm == FLAX:
         model = _by_flax(model)
     make = _by_hand if case.arm in (NAIVE, *PEERS) else _by_mpx
-    step, first = make(case, model)
+    step, first = make(case, model, whole.attention)
 
     def initial(key: Array) -> tuple[tuple, Any]:
         data = whole.random_data(key)
@@ -191,9 +223,9 @@ def _parts(tree: Any, kept: Kept) -> _Parts:
 
 
 def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:
-    """Random weights; matrices in bfloat16, but where they are kept in float32."""
+    """Random weights; matrices in bfloat16, but where they or all are in float32."""
     weights, shapes = random_weights(model, data, key), shapes_of(model, data).tree
-    if case.weights == "float32":
+    if case.weights == "float32" or case.arm == FLOAT32.name:
         return weights
 
     def kept(path: Any, weight: Array, shape: Any) -> Array:
@@ -227,22 +259,23 @@ def _optimizer(kept: Kept) -> optax.GradientTransformation:
 # --- By mpx ---------------------------------------------------------------------------
 
 
-def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
+def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
     import mpx.nn
 
     from .. import our_arms
 
-    attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
+    kernel = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     recipes = our_arms.RECIPES | our_arms.BY_KERNEL
     name = "delayed" if case.arm == STORED else case.arm
     options = {"recipe": recipes[name]} if name in recipes else {}
     # The frozen weights are in the second argument.
     options |= {"weights": (0, 1)} if case.weights == "frozen" else {}
     arm = our_arms.ARMS.get(case.arm) if case.arm.startswith("autocast") else None
+    arm = arm or our_arms.ON_TPU.get(case.arm)
     arm = arm or our_arms.autocast_arm(case.arm, residual_stream="half", **options)
     optimizer = _optimizer(case.weights)
-    if case.weights == "masters":
+    if case.weights == "masters" and case.arm != FLOAT32.name:
         optimizer = mpx.master_weights(optimizer)
     elif case.weights in FEW:
         bits = FEW[case.weights]
@@ -251,7 +284,7 @@ def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
     def loss(trained: Any, batch: Any) -> Array:
         frozen, data = batch
         tree = eqx.combine(trained, frozen)
-        return model(Weights(tree, attention=attention), data)
+        return model(Weights(tree, attention=attend or kernel), data)
 
     def first(parts: _Parts, batch: Any) -> tuple:
         scaling = arm.first_scaling(loss, parts.trained, batch)
@@ -267,7 +300,7 @@ def _by_flax(model: Model) -> Model:
     return lambda layers, data: model(peers.ByFlax(layers), data)
 
 
-def _by_hand(case: Case, model: Model) -> tuple[Any, Any]:
+def _by_hand(case: Case, model: Model, attend: Attention | None) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
     products = {QWIX: peers.by_qwix, **eight_bits.PRODUCTS}
     product = products.get(case.arm, jnp.matmul)
@@ -277,7 +310,8 @@ def _by_hand(case: Case, model: Model) -> tuple[Any, Any]:
     def loss(trained: Any, scales: Any, batch: Any) -> Array:
         frozen, data = batch
         tree = eqx.combine(trained, scales, frozen)
-        return model(CastWeights(tree, product), jax.tree.map(to_bfloat16, data))
+        layers = CastWeights(tree, product, attend or by_cudnn)
+        return model(layers, jax.tree.map(to_bfloat16, data))
 
     def step(trained: Any, opt_state: Any, scales: Any, batch: Any) -> tuple:
         grad = jax.value_and_grad(loss, argnums=(0, 1))

@@ -83,7 +83,8 @@ def test_only_adapters_of_a_frozen_model_are_trained(arm):
 
 @pytest.mark.third_party
 @pytest.mark.parametrize(
-    ("whole", "millions"), [("Llama", 542), ("Llama, scan", 542), ("GPT", 419)]
+    ("whole", "millions"),
+    [("Llama", 542), ("GPT", 419), ("Llama of 4 in a scan, scores in half", 337)],
 )
 def test_the_models_have_the_sizes_that_the_page_says(whole, millions):
     one = models.WHOLE[whole]

@@ -1,0 +1,156 @@
+"""What whole steps need on TPUs, beside naive bfloat16 and plain float32."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..counter import TARGETS, counter
+from ..models import plain
+from ..models.on_tpu import SCORES
+from ..models.whole_steps import FLAX, NAIVE, QWIX, Case, Kept
+from ..results import Results
+from ..steps import NAIVE as NAIVE_ARM, ArrayStep, known_arms
+from ..tables import Goal, Table, ratio
+from . import whole_steps
+
+# Names of `our_arms.ON_TPU`, which the peers' environment does not have.
+FLOAT32, DEFAULT, HALF = "float32", "nothing set", "half stream"
+UNCHECKED, CURRENT = "unchecked", whole_steps.CURRENT
+ARMS = (FLOAT32, NAIVE, DEFAULT, HALF, UNCHECKED)
+_8_BITS = (NAIVE, HALF, whole_steps.DELAYED, CURRENT, whole_steps.BY_HAND, FLAX, QWIX)
+_F32, _HALF = (f", scores in {one}" for one in SCORES)
+_LLAMA, _SCAN, VIT = "Llama of 2", "Llama of 4 in a scan", "desktop ViT"
+WHAT = ("memory", "traffic", "all")
+Row = tuple[str, str, Kept]
+# What a step is to take of naive's memory, HBM traffic, all bytes; 0 where any will do.
+_V5E: dict[tuple[str, Kept], tuple[float, float, float]] = {
+    (_LLAMA + _F32, "float32"): (1.02, 0.97, 0),
+    (_LLAMA + _HALF, "float32"): (1.02, 1.05, 0),
+    (f"{_LLAMA}, no remat{_F32}", "float32"): (0, 0, 0),
+    (_SCAN + _F32, "float32"): (0, 0, 0),
+    (_SCAN + _HALF, "float32"): (1.03, 1.00, 0),
+    (_LLAMA + _F32, "masters"): (1.11, 1.04, 0),
+    (_SCAN + _F32, "masters"): (1.01, 1.02, 0),
+    (f"{_LLAMA}, flash attention", "float32"): (1.01, 1.04, 0),
+    (f"GPT of 4{_HALF}", "float32"): (0.97, 1.00, 0),
+    ("ViT-B", "float32"): (0.95, 1.06, 0),
+    (VIT, "float32"): (0, 0, 1.03),
+    (f"experts by einsum{_F32}", "float32"): (1.01, 0.95, 0),
+    (f"experts by ragged_dot{_F32}", "float32"): (1.02, 1.03, 0),
+    ("U-Net", "float32"): (0.80, 0.80, 0),
+    ("ResNet of 224", "float32"): (1.06, 1.06, 0),
+    ("state space of 2, float32 scan", "float32"): (0, 1.05, 0),
+    ("LSTM of 1024", "float32"): (0, 1.05, 0),
+    ("ffn", "float32"): (0.97, 1.15, 0),
+}
+STEPS: list[Row] = [("v5e", *step) for step in _V5E]
+STEPS += [("v6e", *step) for step in _V5E if _LLAMA in step[0] or "masters" in step]
+CASES = [Case(*step, arm) for step in STEPS for arm in ARMS]
+CASES += [Case("tpu7x", "ffn", "float32", arm) for arm in _8_BITS]
+LIMITS = [(("v5e", *step), DEFAULT, most) for step, most in _V5E.items()]
+LIMITS += [(("v5e", "ResNet of 224", "float32"), UNCHECKED, (1.00, 1.02, 0))]
+LIMITS += [(("tpu7x", "ffn", "float32"), CURRENT, (0, 1.15, 0))]
+
+
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case."""
+    if fields["whole"] != VIT:
+        return whole_steps.build(fields, devices)
+    arms = known_arms("ON_TPU") | {NAIVE: NAIVE_ARM}
+    case = plain.Case(fields["target"], "desktop, token", 2, 256, fields["arm"])
+    return plain.build(arms[case.arm], case, devices)
+
+
+def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The program without its machine code, and nothing beside."""
+    target = TARGETS[fields["target"]]
+    devices = counter.compile_only_devices(target)
+    return counter.program_of(lowered, target, devices), {}
+
+
+def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of HBM and of all memory, kernels, matmuls by the dtypes of a step."""
+    # As if there were one memory, and so no copy to another.
+    anywhere = re.sub(r"S\(\d\)", "", _COPY.sub("", program.text))
+    modules = [counter.parse(text) for text in (program.text, anywhere)]
+    if any(None in module.trips.values() for module in modules):
+        raise ValueError(f"the number of turns of all loops must be known; {fields}")
+    kernels = counter.kernels_of(program.text)
+    found = _products(modules[0], modules[0].kernels(lambda *_: 0))
+    return {
+        "memory": program.memory,
+        "traffic": counter.traffic(kernels),
+        "all": counter.traffic(counter.kernels_of(anywhere)),
+        "kernels": sum(kernel.times for kernel in kernels),
+        "products": dict(collections.Counter(found).most_common()),
+    }
+
+
+_COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
+
+
+def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:
+    """The dtypes of operands and result of each matmul or convolution that runs."""
+    for one, shapes, times in runs:
+        if one.opcode in ("convolution", "dot"):
+            left, right = (shapes[name].partition("[")[0] for name in one.operands)
+            yield from [f"{left} x {right} > {one.results[0].kind}"] * times
+        for name in one.runs:
+            body = module.computations[name]
+            inside = {each.name: each.shape for each in body}
+            yield from _products(module, ((each, inside, times) for each in body))
+
+
+# --- What is shown --------------------------------------------------------------------
+
+
+def _where(row: Row) -> str:
+    target, whole, weights = row
+    return f"{TARGETS[target].title}, {whole_steps.name_of(whole, weights)}"
+
+
+def tables(found: Results) -> Iterator[Table]:
+    """All arms of a step side by side."""
+    arms = [arm for arm in dict.fromkeys((*ARMS, *_8_BITS)) if arm != NAIVE]
+    rows = []
+    for row, one in found.counts_by("target", "whole", "weights").items():
+        naive = [one[NAIVE][what] for what in WHAT]
+        cells = [[f"{count / 1e9:.2f}" for count in naive]]
+        for arm in arms:
+            counts = [one[arm][what] for what in WHAT] if arm in one else []
+            cells.append(list(map(ratio, map(operator.truediv, counts, naive))))
+        rows.append([_where(row), *map(" / ".join, cells)])
+    if rows:
+        yield Table(
+            "Whole steps on TPUs: memory / HBM traffic / all bytes, ratio to naive",
+            ["step", "naive bfloat16, GB", *arms],
+            rows,
+            [_NOTE],
+        )
+
+
+_NOTE = (
+    "Lower is better. *HBM* leaves out arrays in VMEM, *all* has them, but no copies "
+    "between the two. *float32* is plain JAX, whose matmuls a TPU computes in "
+    "bfloat16, too; beside masters its weights are float32. *Nothing set* is "
+    "`mpx.autocast(loss)` and `mpx.optimizer_step`, *half stream* has "
+    '`residual_stream="half"` (as *delayed* and *current*), *unchecked* is '
+    "`jax.value_and_grad(mpx.autocast(loss))`. Models as for GPUs, with fewer layers; "
+    "*scores* are scaled and masked in this by naive. *ViT-B*: 3 layers. *ViT*s and "
+    "*ResNet*: 64 images, desktop 256, *U-Net* 16 of 64 x 64."
+)
+
+
+def goals(found: Results) -> Iterator[Goal]:
+    """The limits, to the digits of the tables."""
+    counts = found.counts_by("target", "whole", "weights")
+    for row, arm, limits in LIMITS:
+        for what, most in zip(WHAT, limits, strict=True):
+            if most and arm in counts.get(row, {}):
+                share = round(counts[row][arm][what] / counts[row][NAIVE][what], 2)
+                text = f"{what} to naive's at most {most}: {share:.2f}: {arm}"
+                yield Goal(f"{text}, {_where(row)}", share <= most)
