@@ -51,7 +51,7 @@ from ._control_flow import (
     types_of,
 )
 from ._decide import Case
-from ._demand import UNREAD, Wanted, demands_for
+from ._demand import UNREAD, Demand, Wanted, demands_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._unscaled_rules import ask_for_scale, is_settled, unscaled
 
@@ -219,6 +219,7 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
     known to be zero stays symbolic on its way in and out; and the rule is traced in the
     declared dtypes, since it may read them.
     """
+    case = case._replace(operands=_for_kernels(case))
     own, equation = _OwnRule(case), case.equation
     is_done = is_settled(equation, _OwnRule.function)
     more = () if is_done or case.run.scale is None else (case.run.scale,)
@@ -275,6 +276,23 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return own.called(function, case, *more)
+
+
+def _for_kernels(case: Case) -> list[Value]:
+    """Returns operands, rounded already where a Pallas kernel inside reads them so.
+
+    Otherwise the backward pass would save them in float32.
+    """
+    program, settings = program_of(case.equation), case.settings
+    names = {e.primitive.name for e in distinct_equations(program)}
+    if "pallas_call" not in names:
+        return case.operands
+    are_declared = tuple(v.facts.is_declared for v in case.operands)
+    ahead = demands_of(case.run, settings, program, are_declared, case.demands)
+    return [
+        computed(v.cast(settings.dtype)) if d == Demand.HALF else v
+        for v, d in zip(case.operands, ahead.inputs, strict=True)
+    ]
 
 
 def _traced_forward(

@@ -51,6 +51,7 @@ from ._demand import (
     Demands,
     Wanted,
     asks_for_precision,
+    blocks_in_half,
     half_dtype_of,
     keeps_scores,
     together,
@@ -70,6 +71,7 @@ class Reason(enum.Enum):
     CONVERTED = "a cast in the program"
     PRECISION = "the program sets the precision of the matmul"
     OPAQUE = "runs as it was written"
+    KERNEL = "a Pallas kernel; what it only multiplies is in half precision"
     UNKNOWN = "contains a program that mpx does not enter; it runs as written"
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
     REGION = "a region with `enabled=False`"
@@ -232,6 +234,9 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
         return _choose_elementwise(case)
     if kind is PrimitiveClass.MOVE:
         return _choose_collective(case)
+    is_kernel = case.name == "pallas_call"
+    if is_kernel and any(blocks_in_half(case.settings, case.equation, case.demands)):
+        return Choice(kind, Reason.KERNEL)
     return Choice(kind, Reason.OPAQUE)
 
 

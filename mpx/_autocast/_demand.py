@@ -31,6 +31,7 @@ from .._program import (
     BackwardFlow,
     PrimitiveClass,
     SubJaxpr,
+    accesses_whole_tiles,
     aval_of,
     avals,
     backward,
@@ -38,6 +39,7 @@ from .._program import (
     is_along_vmap,
     is_made_of_product,
     is_multiplication,
+    is_reference,
     is_residual,
     is_scaled,
     is_sum_of_products,
@@ -292,7 +294,12 @@ class _DemandFlow(BackwardFlow[Demand]):
         ):
             return found
         if known.kind is not PrimitiveClass.RECURSE:
-            return _operand_demands(here, equation, results)
+            found = _operand_demands(here, equation, results)
+            if equation.primitive.name == "pallas_call":
+                blocks = blocks_in_half(here, equation, results)
+                pairs = zip(found, operands_in_half(equation, blocks), strict=True)
+                return [Demand.HALF if is_half else d for d, is_half in pairs]
+            return found
         found = [UNREAD] * len(equation.invars)
         for sub in sub_jaxprs(equation):
             if sub.role == "condition":  # of a loop: it has demands of its own
@@ -443,6 +450,84 @@ def _operand_demands(
         return (wanted if is_picked else Demand.FULL,) * count
     # Declared dtypes.
     return demands_for(avals(equation.invars), settings.dtype)
+
+
+class _KernelFlow(BackwardFlow[Demand]):
+    """The flow of demands through a Pallas kernel, whose operands are references.
+
+    The demand on a reference is that on what is read of it.
+    """
+
+    nothing = UNREAD
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._settings = Settings(dtype=dtype)
+
+    def operands(
+        self, equation: JaxprEqn, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """Returns the demands of an equation on its operands."""
+        kind = properties(equation.primitive.name).kind
+        is_program = kind is PrimitiveClass.RECURSE
+        follow = super().operands if is_program else self.transfer
+        return follow(equation, results)
+
+    def transfer(
+        self, equation: JaxprEqn, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """Returns the demands of an operation on its operands."""
+        found = _operand_demands(self._settings, equation, results)
+        is_access = equation.primitive.name in ("get", "swap")
+        is_known = is_access and accesses_whole_tiles(equation)
+        own = together(results) if is_known else Demand.FULL
+        pairs = zip(equation.invars, found, strict=True)
+        return [own if is_reference(a) else d for a, d in pairs]
+
+
+def blocks_in_half(
+    settings: Settings, equation: JaxprEqn, results: Sequence[Demand]
+) -> list[bool]:
+    """Returns which operands and results of a Pallas kernel are in half precision.
+
+    On TPUs, in bfloat16: the operands that it only multiplies, and the results that it
+    does not read again, and whose users multiply them.
+
+    Args:
+        settings: The settings that apply to the kernel.
+        equation: Its call.
+        results: The demand on each of its results.
+
+    Returns:
+        A truth value for each operand that has blocks, then for each result.
+    """
+    mapping: Any = equation.params["grid_mapping"]
+    is_ours = settings.is_enabled and settings.dtype == jnp.bfloat16
+    is_ours = is_ours and not settings.rules._first_of("pallas_call")
+    if not (is_ours and is_tpu(settings)) or equation.params["input_output_aliases"]:
+        return [False] * len(mapping.block_mappings)
+    jaxpr: Jaxpr = equation.params["jaxpr"]
+    demands = backward(jaxpr, (), _KernelFlow(settings.dtype))
+    inside = [demands.get(v, UNREAD) for v in jaxpr.invars]
+    wanted = [Demand.HALF] * mapping.num_inputs
+    wanted += [UNREAD if d == Demand.HALF else None for d in results]
+    blocks = zip(
+        mapping.block_mappings,
+        inside[mapping.num_index_operands :],
+        wanted,
+        strict=False,  # scratch arrays come last
+    )
+    return [b.array_aval.dtype == FULL and d == w for b, d, w in blocks]
+
+
+def operands_in_half(equation: JaxprEqn, blocks: list[bool]) -> list[bool]:
+    """Returns for each operand whether it is; grid bounds and indices have no blocks.
+
+    Args:
+        equation: The call of a kernel.
+        blocks: What `blocks_in_half` returns.
+    """
+    count: int = equation.params["grid_mapping"].num_inputs
+    return [False] * (len(equation.invars) - count) + blocks[:count]
 
 
 def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:

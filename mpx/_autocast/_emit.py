@@ -33,6 +33,7 @@ from .._program import (
     parts,
     properties,
     with_factor,
+    with_half_blocks,
 )
 from .._quantize import Target, target_from
 from .._settings import Precision, Rule
@@ -51,7 +52,7 @@ from ._context import (
     stream,
 )
 from ._decide import Case, Choice, Reason, apply_rules, choose, noted, refuse_unknown
-from ._demand import Demand, Wanted, demands_of
+from ._demand import Demand, Wanted, blocks_in_half, demands_of, operands_in_half
 from ._products import choose_recipe, emit_quantized
 from ._reach import CONSTANT, UNUSED, Origin, reach_in
 from ._rematerialize import (
@@ -417,16 +418,14 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
     if case.place.has_wide_loop:
         return emit_wide(case, choice, _emit_operation)
     equation = case.equation
-    arrays = [
-        v.cast(choice.dtype or aval_of(atom).dtype)
-        if is_castable(aval_of(atom))
-        else v.array
-        for v, atom in zip(case.operands, equation.invars, strict=True)
-    ]
+    if choice.reason is Reason.KERNEL:
+        return _kernel(case)
+    pairs = zip(case.operands, equation.invars, strict=True)
+    arrays = [_cast(v, atom, choice.dtype) for v, atom in pairs]
     if choice.reason is Reason.MASKED:
         fills = [v.facts.fill for v in case.operands]
-        pairs = zip(arrays, fills, strict=True)
-        arrays = [x if n is None else jnp.full_like(x, n) for x, n in pairs]
+        with_fills = zip(arrays, fills, strict=True)
+        arrays = [x if n is None else jnp.full_like(x, n) for x, n in with_fills]
     if choice.dtype is not None and properties(case.name).kind is PrimitiveClass.HALF:
         return _product(case, arrays, choice.dtype)
     if case.name in SCATTERS:
@@ -435,6 +434,26 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
         bound = bind_equation(equation, *arrays)
     facts = Facts(origin=_origin_of_all(case.castable))
     return [Value(x, facts) for x in bound]
+
+
+def _cast(value: Value, atom: Atom, dtype: np.dtype | None) -> AnyArray:
+    """Returns an operand in a dtype, or in its declared one, if it may be cast."""
+    declared_as = aval_of(atom)
+    is_ours = is_castable(declared_as)
+    return value.cast(dtype or declared_as.dtype) if is_ours else value.array
+
+
+def _kernel(case: Case) -> list[Value]:
+    """Calls a Pallas kernel with operands and results in half precision."""
+    equation, dtype = case.equation, case.settings.dtype
+    blocks = blocks_in_half(case.settings, equation, case.demands)
+    halves = operands_in_half(equation, blocks)
+    arrays = [
+        _cast(v, atom, dtype if is_half else None)
+        for v, atom, is_half in zip(case.operands, equation.invars, halves, strict=True)
+    ]
+    kernel = with_half_blocks(equation, blocks, dtype)
+    return list(map(computed, bind_equation(kernel, *arrays)))
 
 
 def _origin_of_all(values: list[Value]) -> Origin:

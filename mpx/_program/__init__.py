@@ -14,6 +14,7 @@ The only fact about precision here is each primitive's default class. In order:
 - `homogeneity`: whether a program is proportional to some inputs;
 - `probe`: runs a program and records facts about its values;
 - `widening`: rewrites a half-precision program to float32;
+- `kernels`: Pallas kernels whose operands and results are in half precision;
 - `cpu_products`: bfloat16 matmuls and convolutions in the form for CPUs.
 """
 
@@ -68,6 +69,7 @@ from .islands import (
     parts,
     reachable,
 )
+from .kernels import accesses_whole_tiles, is_reference, with_half_blocks
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
 from .probe import Probe, Records, Tagged, is_seen_into, probed
 from .remat import (

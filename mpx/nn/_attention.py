@@ -1,11 +1,12 @@
 """Attention as one operation: its derivatives, its batches, its kernel.
 
-There are two forms, chosen when a call is traced:
+There are three forms, chosen when a call is traced:
 
 * If cuDNN's kernel may be used, forward and backward pass each choose at lowering
   (`jax.lax.platform_dependent`): the kernel for CUDA, two matmuls elsewhere. It is a
   `jax.custom_vjp`, so `jax.jvp` of it raises. Derivatives of its derivative are those
   of the matmuls.
+* Likewise with JAX's kernel for TPUs, which is chosen at once (`_on_tpu`).
 * Otherwise two matmuls, with all derivatives.
 
 `vmap` merges the batches, so that there is one call of the form that the kernel
@@ -50,12 +51,13 @@ from ._attention_products import (
     folded,
     unfolded,
 )
+from ._attention_tpu import attend_on_tpu, why_not_on_tpu
 
 _CALL = "`mpx.nn.dot_product_attention`"
 _FORWARD_MODE = (
     (TypeError,),
     ("forward-mode",),
-    f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where cuDNN's "
+    f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where a "
     'kernel may be used, which has none. Pass `implementation="xla"`, or use '
     "`jax.grad` and the like.",
 )
@@ -88,13 +90,20 @@ def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
 
 
 def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
+    why_not = why_not_on_tpu(options, x)
+    if why_not is None:
+        with explaining(*_FORWARD_MODE):
+            return (_on_tpu(options, x),)
     kernel = find_kernel(options, x)
-    if isinstance(kernel, str) and options.implementation == "cudnn":
+    is_asked_for = options.implementation not in (None, "xla")
+    if isinstance(kernel, str) and is_asked_for:
         # Under autocast the kernel is looked up again, in the chosen precision.
         if not ambient().is_tracing:
+            reason = kernel if options.implementation == "cudnn" else why_not
             raise ValueError(
-                f'{_CALL} got `implementation="cudnn"`, but the kernel cannot be '
-                f"used: {kernel}. Omit it to use the kernel only where possible."
+                f'{_CALL} got `implementation="{options.implementation}"`, but the '
+                f"kernel cannot be used: {reason}. Omit it to use the kernel only "
+                "where possible."
             )
     if isinstance(kernel, str):
         return _forward(options, kernel)(x)
@@ -116,8 +125,13 @@ def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperat
         return Operands(**dict(zip(names, arrays, strict=True)))
 
     def path(arrays: list[AnyArray], target: Target | None) -> str:
+        why_not = why_not_on_tpu(towards(target), operands(arrays))
         kernel = find_kernel(towards(target), operands(arrays))
         known = kernel_target(towards(target).target)
+        if why_not is None:
+            return "one Pallas kernel on TPUs"
+        if known is not None and known.platform == "tpu":
+            return f"two matmuls: {why_not}"
         if isinstance(kernel, str):
             return f"two matmuls: {kernel}"
         if known is None and options.implementation is None:
@@ -220,6 +234,45 @@ def _differentiated(
 
 def _is_zero(dot: Any) -> bool:
     return isinstance(dot, SymbolicZero) or dot.dtype == jax.dtypes.float0
+
+
+def _on_tpu(options: AttentionOptions, x: Operands) -> Array:
+    """Returns attention by JAX's kernel for TPUs; see `_attention_tpu`.
+
+    Its passes have no derivatives, and get those of the matmuls.
+    """
+    kernel, trees = functools.partial(attend_on_tpu, options), []
+
+    def by_products(*arrays: Array) -> Array:
+        return attend_by_products(options, Operands(*arrays))[0]
+
+    def with_pullback(*arrays: Array) -> PyTree:
+        out, pullback = jax.vjp(kernel, *arrays)
+        leaves, tree = jax.tree.flatten(pullback)
+        trees[:] = [tree]
+        return out, leaves
+
+    def with_products(*arrays: Array) -> PyTree:
+        fixed = map(jax.lax.stop_gradient, arrays)
+        return by_products(*arrays), with_pullback(*fixed)[1]
+
+    def pulled(leaves: PyTree, arrays: PyTree, cotangent: Array) -> PyTree:
+        return jax.tree.unflatten(trees[0], leaves)(cotangent)
+
+    def pulled_by_products(leaves: PyTree, arrays: PyTree, cotangent: Array) -> PyTree:
+        return jax.vjp(by_products, *arrays)[1](cotangent)
+
+    function = jax.custom_vjp(kernel)
+
+    def forward(*arrays: Array) -> PyTree:
+        out, leaves = _differentiated(with_pullback, with_products)(*arrays)
+        return out, (leaves, arrays)
+
+    def backward(residuals: PyTree, cotangent: Array) -> PyTree:
+        return _differentiated(pulled, pulled_by_products)(*residuals, cotangent)
+
+    function.defvjp(forward, backward)
+    return function(x.query, x.key, x.value)
 
 
 # --- With the kernel's backward pass --------------------------------------------------

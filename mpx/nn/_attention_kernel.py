@@ -23,7 +23,7 @@ would return that as a reason.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ from .._program import aval_of, divide, is_inexact, sub_jaxprs
 from .._quantize import Target, target_from
 from ._attention_products import (
     AttentionOptions,
-    Implementation,
     Operands,
     visibility,
     within_lengths,
@@ -130,7 +129,7 @@ def _with_lengths(x: Operands) -> Operands:
 def call(
     options: AttentionOptions,
     native: _Native,
-    implementation: Implementation,
+    implementation: Literal["xla", "cudnn"] | None,
     x: Operands,
 ) -> Array:
     """Returns JAX's attention of prepared operands."""
@@ -251,8 +250,8 @@ def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
 
 def _refused(options: AttentionOptions, x: Operands) -> str | None:
     """Returns a reason against the kernel that needs no trace, or None."""
-    if options.implementation == "xla":
-        return 'implementation="xla"'
+    if options.implementation not in (None, "cudnn"):
+        return f'implementation="{options.implementation}"'
     if options.without_kernel:
         return options.without_kernel
     if x.keep is not None:

@@ -28,7 +28,7 @@ from .._quantize import Target
 from ._recomputed import drop, linear, widen
 from ._softmax import tangent_of_softmax
 
-Implementation = Literal["xla", "cudnn"] | None
+Implementation = Literal["xla", "cudnn", "pallas"] | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,10 +52,14 @@ def dot_product_attention(
     The kernel accepts float16 and bfloat16, on NVIDIA GPUs from compute capability 8.0
     on, and the sizes that JAX accepts: a head size up to 128 (256 from 9.0 on) and a
     multiple of 8, even lengths with a bias or a mask. It is chosen at lowering, so
-    programs that are compiled ahead of time use it, too. Everywhere else attention is
-    two matmuls with a softmax between them. Under `mpx.autocast` query, key and value
-    of a float32 model are cast first; `mpx.explain` reports which implementation was
-    chosen, and why.
+    programs that are compiled ahead of time use it, too. On TPUs JAX's Pallas kernel
+    (`flash_attention`) takes bfloat16, sequences of a multiple of 128 and heads of 64,
+    one key per query head, and `is_causal` only. By default it is used from sequences
+    of 1,024 on, and on one device or in `shard_map`, as XLA does not divide it between
+    devices. Everywhere else
+    attention is two matmuls with a softmax between them. Under `mpx.autocast` query,
+    key and value of a float32 model are cast first; `mpx.explain` reports which
+    implementation was chosen, and why.
 
     Scores are summed, scaled and exponentiated in float32. Saved for backward: with the
     kernel query, key, value, the result and one float32 for each row; with matmuls the
@@ -78,8 +82,8 @@ def dot_product_attention(
             masked.
         local_window_size: The number of keys before and after its own position that a
             query attends to; one number for both.
-        implementation: "cudnn" uses the kernel or raises, "xla" the matmuls. None, the
-            default, chooses.
+        implementation: "cudnn" and "pallas" use that kernel or raise, "xla" the
+            matmuls. None, the default, chooses.
         return_residual: Whether to return the logarithms of the rows' sums, too. They
             have no gradient.
         dropout_rate: The probability that a probability becomes 0; the others are
@@ -151,10 +155,10 @@ def dot_product_attention(
 
 def checked_implementation(layer: str, implementation: object) -> Implementation:
     """Returns an `implementation`; raises unless it is valid."""
-    if implementation not in (None, "xla", "cudnn"):
+    if implementation not in (None, "xla", "cudnn", "pallas"):
         raise ValueError(
-            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; "
-            f"got {implementation!r}. None uses cuDNN's kernel where possible."
+            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla', 'cudnn' or "
+            f"'pallas'; got {implementation!r}. None uses a kernel where possible."
         )
     return implementation
 

@@ -315,7 +315,7 @@ INTEGERS = X.astype(int)
         ),
         bad(
             ValueError,
-            "must be None, 'xla' or 'cudnn'; got 'triton'",
+            "must be None, 'xla', 'cudnn' or 'pallas'; got 'triton'",
             implementation="triton",
         ),
         bad(ValueError, "at least 0 and below 1", dropout_rate=1.0),

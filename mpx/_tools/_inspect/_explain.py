@@ -288,7 +288,7 @@ def _type(aval: Aval) -> str:
 # --- Reasons and findings -------------------------------------------------------------
 
 
-_KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
+_KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD, Flops.PALLAS)
 
 
 def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..._autocast import Note
-from ..._program import Visit, avals, is_along_vmap, is_matmul, properties
+from ..._program import (
+    Visit,
+    avals,
+    distinct_equations,
+    is_along_vmap,
+    is_matmul,
+    properties,
+)
 from ._costs import flops
 from ._facts import Fact, Facts, promotion
 from ._findings import (
@@ -123,6 +130,18 @@ def _is_left_wide(seen: Seen) -> str:
     return _matmul_in(seen.equation) * is_wide
 
 
+def _is_a_wide_kernel(seen: Seen) -> str:
+    """Returns the finding of a Pallas kernel that multiplies float32 only."""
+    equation, is_cast = seen.equation, seen.note and not seen.note.is_switched_off
+    if equation.primitive.name != "pallas_call" or not is_cast:
+        return ""
+    products = filter(is_matmul, distinct_equations(equation.params["jaxpr"]))
+    operands = [avals(e.invars) for e in products if e.params.get("precision") is None]
+    is_wide = {a.dtype for pair in operands for a in pair} == {jnp.dtype(jnp.float32)}
+    is_it = is_wide and not any(str(a.dtype) in HALF for a in avals(equation.invars))
+    return "a Pallas kernel that multiplies float32" * is_it
+
+
 # Operations that lose precision or range in half precision.
 _CRITICAL = frozenset(
     """
@@ -170,6 +189,7 @@ OF_AN_OPERATION: tuple[Callable[[Seen], str], ...] = (
     _hides_a_program,
     _ends_a_loop,
     _is_left_wide,
+    _is_a_wide_kernel,
     _is_an_accident,
 )
 """Each returns the text of a finding, "" if none; the first text wins."""

@@ -95,6 +95,13 @@ def test_products_are_traced_once_for_all_lines():
         assert len(calls) == 3 and len({id(e.params["jaxpr"]) for e in calls}) == 1
 
 
+def test_backward_passes_for_tpus_share_no_function():
+    low = mpx.autocast(matmuls, recipe=CURRENT, target="TPU7x")
+    program = jax.make_jaxpr(jax.grad(low))(WEIGHTS, X)
+    names = {e.params.get("name") for e in program.eqns}
+    assert "quantized_forward" in names and "quantized_backward" not in names
+
+
 def divides(w, x):
     return x @ w["a"] / 2
 
