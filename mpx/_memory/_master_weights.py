@@ -197,7 +197,9 @@ def master_weights(
         if skipped is not None:
             written = map_weights(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
-        new = map_weights(_update, written, updates, params)
+        rest = new_masters, masters, state.masters, state.ranges
+        make = functools.partial(_update, skipped)
+        new = map_weights(make, written, updates, params, *rest)
         return new, MasterWeightsState(new_masters, inner, ranges)
 
     return Transformation(init, update)
@@ -339,10 +341,33 @@ def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
     return select_tree(skipped, weight, written) if is_stored(written) else written
 
 
-def _update(written: Any, update: object, weight: Any) -> PyTree:
+def _update(
+    skipped: BoolScalar | None,
+    written: Any,
+    update: object,
+    weight: Any,
+    master: Any,
+    followed: Any,
+    before: Any,
+    known: Range | None,
+) -> PyTree:
     if written is None or update is None or weight is None:
         return update
-    return jax.tree.map(NewWeight, written, weight)
+
+    def by_master(apply: BoolScalar, number: int) -> Array:
+        if not is_stored(weight):
+            # Rounding `followed` gives the weight; only a NaN may become another NaN.
+            return jax.lax.select(apply, master, followed).astype(weight.dtype)
+        chosen = weight._with(jax.lax.select(apply, master, before), known)
+        kept = apply if skipped is None else apply & ~skipped
+        return jax.tree.leaves(select_tree(kept, chosen, weight))[number]
+
+    arrays = zip(jax.tree.leaves(written), jax.tree.leaves(weight), strict=True)
+    updates = [
+        NewWeight(*both, functools.partial(by_master, number=number))
+        for number, both in enumerate(arrays)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(written), updates)
 
 
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:

@@ -86,11 +86,11 @@ def optimizer_update(
     """
     call = "`mpx.optimizer_update`"
     finite = bool_scalar(grads_finite, f"`grads_finite` of {call}")
-    _, new_model, new_state = _update(
+    updates, new_model, new_state = _update(
         call, model, optimizer, optimizer_state, grads, extra_args
     )
     return (
-        select_tree(finite, new_model, model),
+        _chosen(finite, updates, new_model, model),
         select_tree(finite, new_state, optimizer_state),
     )
 
@@ -176,7 +176,7 @@ def optimizer_step(
         scaling = _with_limit(scaling, result._before, max_skipped_in_a_row)
         apply = finite & ~scaling.record.halted
     return (
-        select_tree(apply, new_model, model),
+        _chosen(apply, updates, new_model, model),
         select_tree(apply, new_state, optimizer_state),
         scaling,
     )
@@ -341,6 +341,20 @@ def _applied(update: PyTree, weight: PyTree) -> PyTree:
     if update.dtype != weight.dtype:
         update = update.astype(weight.dtype)
     return weight + update
+
+
+def _chosen(apply: BoolScalar, updates: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new model, or the old one if a step is skipped.
+
+    An update that contains the new weight (`mpx.master_weights`) chooses by itself.
+    """
+
+    def choose(update: Any, weight: PyTree) -> PyTree:
+        own = getattr(update, "chosen", None)
+        return weight if own is None else own(apply)
+
+    both = select_tree(apply, new, old)
+    return jax.tree.map(choose, updates, both, is_leaf=_is_none)
 
 
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
