@@ -56,19 +56,18 @@ class NewWeight:
         weight: The weight that it was computed for and must be added to.
         by_master: Returns the new weight, or the one before, from the master that is
             chosen; None if there is none.
+        full: Returns the weight in float32, as the optimizer's state has it.
     """
 
     # numpy leaves the sum to this class, too.
     __array_ufunc__ = None
-    __slots__ = ("_by_master", "_weight", "value")
+    __slots__ = ("_by_master", "_weight", "full", "value")
 
     def __init__(
-        self,
-        value: Array,
-        weight: object,
-        by_master: Callable[[BoolScalar], Array] | None = None,
+        self, value: Array, weight: object, full: Any, by_master: Any = None
     ) -> None:
         self.value, self._weight, self._by_master = value, weight, by_master
+        self.full = full
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -306,7 +305,7 @@ class SmallWeights:
             new, kept = self._split(moved(master, update), path, step)
             if skipped is not None:
                 new, kept = select_tree(skipped, (weight, low), (new, kept))
-            return _Written(NewWeight(new, weight), kept)
+            return _Written(NewWeight(new, weight, lambda _: widened(new)), kept)
 
         written = map_weights(write, _paths(params), params, full, updates, low_bits)
         if step is not None:

@@ -37,7 +37,7 @@ from .._loss_scaling import (
     replaced,
 )
 from .._stored_weights import is_stored
-from ._attempt import GradientResult
+from ._attempt import GradientResult, agreed
 
 
 def optimizer_update(
@@ -168,13 +168,16 @@ def optimizer_step(
         rest = _stays_finite(optimizer_state, new_state) & _norm_is_finite(grads)
         by_weight = finite_by_leaf(_one_for_each_weight(updates))
         flags = _joined(flags, by_weight, rest & all_finite(new_model))
-    rechecked = check_gradients or check_update
+    by_loss = "_zeroed" in result._parts
+    rechecked = check_gradients or check_update or by_loss
     finite = result.finite & jnp.all(flags) if rechecked else result.finite
     scaling = result._judged(finite, flags) if rechecked else result.scaling
     apply = finite
     if max_skipped_in_a_row is not None and scaling is not None:
         scaling = _with_limit(scaling, result._before, max_skipped_in_a_row)
         apply = finite & ~scaling.record.halted
+    if by_loss and scaling is not None:
+        scaling = scaling._noted(apply & _are_zeroed(result, updates, apply))
     return (
         _chosen(apply, updates, new_model, model),
         select_tree(apply, new_state, optimizer_state),
@@ -417,6 +420,29 @@ def _places(result: GradientResult, grads: PyTree) -> PyTree:
     return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
 
 
+def _are_zeroed(
+    result: GradientResult, updates: PyTree, apply: BoolScalar
+) -> BoolScalar:
+    """Returns whether elements of gradients were set to zero.
+
+    It reads the updates, too, though their values do not matter. So XLA's compiler for
+    TPUs counts in the kernel of gradient, optimizer and weight. By gradients alone, it
+    would write each one, and read it again in the optimizer.
+    """
+    raw = result._parts.get("_raw", ())
+    leaves = jax.tree.leaves(_one_for_each_weight(updates))
+    if len(leaves) != len(raw):
+        return result._zeroed
+
+    def least(grad: Any, update: Any) -> Any:
+        full = getattr(update, "full", None)
+        size = jnp.abs(update if full is None else full(apply))
+        return jnp.min(jnp.where(jnp.isfinite(grad), size, -1), initial=0)
+
+    found = [least(*pair) < 0 for pair in zip(raw, leaves, strict=True)]
+    return ~jnp.all(agreed(~stack(found)))
+
+
 def _joined(flags: AnyArray, by_leaf: list[AnyArray], rest: BoolScalar) -> AnyArray:
     return flags & stack([jnp.asarray(True), *by_leaf, rest])
 
@@ -440,7 +466,7 @@ def _norm_is_finite(grads: PyTree) -> BoolScalar:
 
 def _with_limit(
     scaling: AbstractLossScaling, before: AbstractLossScaling, limit: int
-) -> AbstractLossScaling:
+) -> Any:
     """Halts past the limit; a halted state never changes again."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)

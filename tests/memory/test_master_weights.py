@@ -327,9 +327,6 @@ def test_a_nan_from_outside_keeps_its_bits_but_on_tpus():
 
 INSIDE = {
     "chain": lambda tx: optax.chain(optax.clip(1.0), mpx.master_weights(tx)),
-    "partitioned": lambda tx: optax.multi_transform(
-        {"a": mpx.master_weights(tx), "b": optax.sgd(0.1)}, {"w": "a", "norm": "b"}
-    ),
     "every second": lambda tx: mpx.master_weights(optax.MultiSteps(tx, 2)),
     "skipped inside": lambda tx: mpx.master_weights(mpx.skip_nonfinite(tx)),
 }
