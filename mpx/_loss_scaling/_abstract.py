@@ -209,6 +209,11 @@ class AbstractLossScaling(eqx.Module):
         return True
 
     @property
+    def _by_loss(self) -> bool:
+        """Whether the loss alone decides about a step."""
+        return False
+
+    @property
     def _is_one(self) -> bool:
         """Whether the scale is constantly 1."""
         return False

@@ -235,7 +235,7 @@ def write_state(state: object) -> dict[str, Any]:
         state: A loss scaling, or a separate record.
     """
     arrays = {
-        name: value if isinstance(value, bool) else np.asarray(value)
+        name: value if isinstance(value, bool | str) else np.asarray(value)
         for name, value in _fields(state).items()
     }
     return {"kind": type(state).__name__, "version": VERSION, **arrays}
@@ -254,7 +254,8 @@ def read(cls: Any, state: Mapping[str, object]) -> Any:
     if state["version"] == 0:
         fields = {k: np.asarray(v) for k, v in state.items() if k in _PUBLISHED}
         state = write_state(kind(**fields))  # fills in the rest
-    scaling = _filled(kind._template(), state, call)
+    by_loss = str(state.get("skip")) == "loss"
+    scaling = _filled(kind("loss") if by_loss else kind._template(), state, call)
     scaling._validate()
     return scaling
 
@@ -297,6 +298,7 @@ def read_version(version: object, oldest: int, newest: int, call: str) -> int:
 def _fields(module: Any) -> dict[str, Any]:
     """Returns the fields of a module by name, those of its record with a prefix."""
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
+    fields = {name: value for name, value in fields.items() if value is not None}
     record = fields.pop("record", None)
     inner = {} if record is None else _fields(record)
     return fields | {_PREFIX + name: value for name, value in inner.items()}
@@ -322,6 +324,8 @@ def _value(
     value: object, like: Any, stack: tuple[int, ...], name: str, call: str
 ) -> object:
     array = np.asarray(value)
+    if isinstance(like, str):
+        return like
     if isinstance(like, bool):
         if array.dtype != bool or array.shape != ():
             raise ValueError(f"{call} needs a boolean for `{name}`; got {value!r}.")

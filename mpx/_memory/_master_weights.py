@@ -26,6 +26,7 @@ Sharp edges:
 """
 
 import functools
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -117,8 +118,9 @@ def master_weights(
     - A weight that differs from its rounded master was changed from outside (loaded,
       clipped): its master restarts from it, element by element. In 8 bits a change
       within the rounding error is not detected.
-    - A skipped step leaves masters and weights unchanged. Put `mpx.skip_nonfinite`
-      inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - A skipped step leaves masters and weights unchanged. (On TPUs, a NaN that this
+      optimizer did not write may become another NaN, and a subnormal number 0.) Put
+      `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
     - Weights in 8 bits with one scale (`mpx.quantization.TensorQuantizer`) are written
       with a scale known before the step: the power of two that leaves room for 4 to 8
       times the largest master of two steps before. Larger values saturate, and their
@@ -197,7 +199,9 @@ def master_weights(
         if skipped is not None:
             written = map_weights(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
-        new = map_weights(_update, written, updates, params)
+        rest = new_masters, masters, state.masters, state.ranges
+        make = functools.partial(_update, skipped)
+        new = map_weights(make, written, updates, params, *rest)
         return new, MasterWeightsState(new_masters, inner, ranges)
 
     return Transformation(init, update)
@@ -339,10 +343,27 @@ def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
     return select_tree(skipped, weight, written) if is_stored(written) else written
 
 
-def _update(written: Any, update: object, weight: Any) -> PyTree:
+def _update(
+    skipped: BoolScalar | None, written: Any, update: object, weight: Any, *rest: Any
+) -> PyTree:
     if written is None or update is None or weight is None:
         return update
-    return jax.tree.map(NewWeight, written, weight)
+    master, followed, before, known = rest
+
+    full = functools.partial(jax.lax.select, on_true=master, on_false=before)
+
+    def by_master(number: int, apply: BoolScalar) -> Array:
+        if not is_stored(weight):
+            # Rounding `followed` gives the weight, but for another NaN.
+            return jax.lax.select(apply, master, followed).astype(weight.dtype)
+        chosen = weight._with(full(apply), known)
+        kept = apply if skipped is None else apply & ~skipped
+        return jax.tree.leaves(select_tree(kept, chosen, weight))[number]
+
+    leaves, form = jax.tree.flatten(written)
+    each = zip(leaves, jax.tree.leaves(weight), itertools.count(), strict=False)
+    made = [NewWeight(a, b, full, functools.partial(by_master, i)) for a, b, i in each]
+    return jax.tree.unflatten(form, made)
 
 
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float32, PyTree, UInt32
 from .._base.errors import at_path, describe, warn_user
 from .._base.jax_compat import varying_axes
 from .._base.tree import is_float_leaf, path_text, select_tree
+from .._base.typing import BoolScalar
 from .._step import was_skipped
 from .._stored_weights import is_stored
 from ._codes import (
@@ -53,14 +54,20 @@ class NewWeight:
     Args:
         value: The new weight.
         weight: The weight that it was computed for and must be added to.
+        by_master: Returns the new weight, or the one before, from the master that is
+            chosen; None if there is none.
+        full: Returns the weight in float32, as the optimizer's state has it.
     """
 
     # numpy leaves the sum to this class, too.
     __array_ufunc__ = None
-    __slots__ = ("_weight", "value")
+    __slots__ = ("_by_master", "_weight", "full", "value")
 
-    def __init__(self, value: Array, weight: object) -> None:
-        self.value, self._weight = value, weight
+    def __init__(
+        self, value: Array, weight: object, full: Any, by_master: Any = None
+    ) -> None:
+        self.value, self._weight, self._by_master = value, weight, by_master
+        self.full = full
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,6 +78,17 @@ class NewWeight:
     def dtype(self) -> np.dtype:
         """The dtype of the weight."""
         return self.value.dtype
+
+    def chosen(self, apply: BoolScalar) -> Array:
+        """Returns the new weight, or the weight as it was if a step is skipped.
+
+        XLA's compiler for TPUs computes the optimizer twice, and copies its state, if
+        weights and masters are chosen separately. There `by_master` chooses.
+        """
+        keep = functools.partial(select_tree, a=self.value, b=self._weight)
+        if self._by_master is None:
+            return keep(apply)
+        return lax.platform_dependent(apply, tpu=self._by_master, default=keep)
 
     def __radd__(self, weight: object) -> Array:
         return self._applied_to(weight)
@@ -287,7 +305,7 @@ class SmallWeights:
             new, kept = self._split(moved(master, update), path, step)
             if skipped is not None:
                 new, kept = select_tree(skipped, (weight, low), (new, kept))
-            return _Written(NewWeight(new, weight), kept)
+            return _Written(NewWeight(new, weight, lambda _: widened(new)), kept)
 
         written = map_weights(write, _paths(params), params, full, updates, low_bits)
         if step is not None:

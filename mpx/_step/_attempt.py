@@ -40,6 +40,8 @@ class Outcome(NamedTuple):
         flags: Whether the loss, each gradient, and everything checked later are finite;
             None if unchecked.
         amaxes: The amaxes of the recipes in the function, by slot.
+        zeroed: Parts of the result, if the loss alone decides: whether elements of
+            gradients were set to zero, and the leaves before.
     """
 
     loss: LossScalar
@@ -47,6 +49,7 @@ class Outcome(NamedTuple):
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
     amaxes: dict[SlotName, Array]
+    zeroed: dict[str, PyTree] | None = None
 
 
 def attempt(
@@ -57,6 +60,7 @@ def attempt(
     kwargs: PyTree,
 ) -> Outcome:
     """Runs a step with a scaling, over micro-batches if there are several."""
+    is_checked = scaling._is_stateful and not scaling._by_loss
     if how.axes or how.steps > 1:
         inner = problem
         if how.axes:
@@ -73,18 +77,28 @@ def attempt(
             run = functools.partial(one, scaling)
             found = accumulated(how, run, problem, args, kwargs)
         loss, aux, grads, amaxes = found
-        if not scaling._is_stateful:
+        if not is_checked:
             return Outcome(loss, aux, grads, None, amaxes)
         flags = finite_flags(NoLossScaling(), loss, grads)
         return Outcome(loss, aux, grads, flags, amaxes)
     found = scaled_value_and_grad(problem, scaling, args, kwargs)
     grads = as_weights(problem, found.grads, args)
-    if not scaling._is_stateful:
+    if not is_checked:
         unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
     flags = finite_flags(scaling, found.loss, found.grads)
     unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
+
+
+def decided_by_loss(outcome: Outcome) -> Outcome:
+    """Checks the loss alone, and sets elements of gradients that are bad to zero."""
+    raw = jax.tree.leaves(outcome.grads)
+    flags = finite_flags(NoLossScaling(), outcome.loss, [0.0] * len(raw))
+    grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), outcome.grads)
+    is_zeroed = ~jnp.all(finite_flags(NoLossScaling(), jnp.zeros(()), raw))
+    parts = {"_zeroed": is_zeroed, "_raw": raw}
+    return outcome._replace(grads=grads, flags=flags, zeroed=parts)
 
 
 def _returned(problem: Problem, grads: PyTree) -> PyTree:
@@ -205,7 +219,7 @@ def finite_flags(
         if any(grad.dtype == np.float16 for grad in leaves):
             rest = scale >= 2.0**-111
         flags = [_is_within(grad, limits) for grad in leaves]
-    return _agreed(stack([is_finite, *flags, rest]))
+    return agreed(stack([is_finite, *flags, rest]))
 
 
 def _is_within(grad: Array, limits: Filled) -> BoolScalar:
@@ -218,7 +232,7 @@ def _is_within(grad: Array, limits: Filled) -> BoolScalar:
     return jax.lax.reduce_and(flags, axes=tuple(range(grad.ndim)))
 
 
-def _agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
+def agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
     """Returns the flags, agreed on by all devices."""
     axes = manual_axes()
     if axes and varying_axes(jax.lax.axis_index(axes[0])):
@@ -250,7 +264,8 @@ class GradientResult(tuple):
         value: The unscaled loss, float32 at least; only from functions that return it.
         aux: The second result of the loss function; only with `has_aux=True`.
         scaling: The loss scaling for the next step.
-        finite: Whether loss and gradients are finite, a boolean scalar array.
+        finite: Whether loss and gradients are finite, a boolean scalar array; with
+            `NoLossScaling(skip="loss")`, whether the loss is.
         grads: The unscaled gradients, float32 at least; meaningless where `finite` is
             False.
     """
@@ -304,6 +319,8 @@ class GradientResult(tuple):
                 f"{sorted(unknown)}."
             )
         parts = {**self._parts, **changes}
+        if "grads" in changes:
+            parts.pop("_raw", None)
         if "finite" in changes:
             wanted = bool_scalar(changes["finite"], "`finite` of `result._replace`")
             parts["_aside"] = self._parts.get("_aside", False) | (self.finite & ~wanted)
@@ -348,7 +365,8 @@ def _aside(is_aside: Any, before: Any, after: Any) -> Any:
 def _flatten_with_keys(
     result: GradientResult,
 ) -> tuple[list[tuple[object, PyTree]], tuple[str, ...]]:
-    parts = result._parts
+    # Elsewhere, gradients before elements were set to zero would be kept beside them.
+    parts = {name: part for name, part in result._parts.items() if name != "_raw"}
     return [(jax.tree_util.GetAttrKey(k), v) for k, v in parts.items()], tuple(parts)
 
 

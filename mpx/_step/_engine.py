@@ -155,6 +155,14 @@ def called(
                 raise
             where = problem.call, met.recipe, met.where
             raise missing_from(scaling, *where) from met
+    if scaling._by_loss and (notes or problem.half == np.float16 or scaling._tokens()):
+        where = "a recipe with a state" if scaling._tokens() else "float16"
+        raise ValueError(
+            f"`scaling` of {problem.call} checks only the loss, "
+            f'`mpx.NoLossScaling(skip="loss")`, but computes with {where}, where a '
+            "finite loss may have infinite gradients. Use the scaling that "
+            "`mpx.init_scaling(func, *args)` returns."
+        )
     if scaling._is_one and (notes or problem.half == np.float16):
         _warn_of_float16(problem.call)
     return problem, result

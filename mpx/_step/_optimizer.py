@@ -37,7 +37,7 @@ from .._loss_scaling import (
     replaced,
 )
 from .._stored_weights import is_stored
-from ._attempt import GradientResult
+from ._attempt import GradientResult, agreed
 
 
 def optimizer_update(
@@ -86,11 +86,11 @@ def optimizer_update(
     """
     call = "`mpx.optimizer_update`"
     finite = bool_scalar(grads_finite, f"`grads_finite` of {call}")
-    _, new_model, new_state = _update(
+    updates, new_model, new_state = _update(
         call, model, optimizer, optimizer_state, grads, extra_args
     )
     return (
-        select_tree(finite, new_model, model),
+        _chosen(finite, updates, new_model, model),
         select_tree(finite, new_state, optimizer_state),
     )
 
@@ -168,15 +168,18 @@ def optimizer_step(
         rest = _stays_finite(optimizer_state, new_state) & _norm_is_finite(grads)
         by_weight = finite_by_leaf(_one_for_each_weight(updates))
         flags = _joined(flags, by_weight, rest & all_finite(new_model))
-    rechecked = check_gradients or check_update
+    by_loss = "_zeroed" in result._parts
+    rechecked = check_gradients or check_update or by_loss
     finite = result.finite & jnp.all(flags) if rechecked else result.finite
     scaling = result._judged(finite, flags) if rechecked else result.scaling
     apply = finite
     if max_skipped_in_a_row is not None and scaling is not None:
         scaling = _with_limit(scaling, result._before, max_skipped_in_a_row)
         apply = finite & ~scaling.record.halted
+    if by_loss and scaling is not None:
+        scaling = scaling._noted(apply & _are_zeroed(result, updates, apply))
     return (
-        select_tree(apply, new_model, model),
+        _chosen(apply, updates, new_model, model),
         select_tree(apply, new_state, optimizer_state),
         scaling,
     )
@@ -343,6 +346,20 @@ def _applied(update: PyTree, weight: PyTree) -> PyTree:
     return weight + update
 
 
+def _chosen(apply: BoolScalar, updates: PyTree, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new model, or the old one if a step is skipped.
+
+    An update that contains the new weight (`mpx.master_weights`) chooses by itself.
+    """
+
+    def choose(update: Any, weight: PyTree) -> PyTree:
+        own = getattr(update, "chosen", None)
+        return weight if own is None else own(apply)
+
+    both = select_tree(apply, new, old)
+    return jax.tree.map(choose, updates, both, is_leaf=_is_none)
+
+
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
     """Returns the weights with a gradient, and None for the others, for optimizers."""
 
@@ -403,6 +420,29 @@ def _places(result: GradientResult, grads: PyTree) -> PyTree:
     return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
 
 
+def _are_zeroed(
+    result: GradientResult, updates: PyTree, apply: BoolScalar
+) -> BoolScalar:
+    """Returns whether elements of gradients were set to zero.
+
+    It reads the updates, too, though their values do not matter. So XLA's compiler for
+    TPUs counts in the kernel of gradient, optimizer and weight. By gradients alone, it
+    would write each one, and read it again in the optimizer.
+    """
+    raw = result._parts.get("_raw", ())
+    leaves = jax.tree.leaves(_one_for_each_weight(updates))
+    if len(leaves) != len(raw):
+        return result._zeroed
+
+    def least(grad: Any, update: Any) -> Any:
+        full = getattr(update, "full", None)
+        size = jnp.abs(update if full is None else full(apply))
+        return jnp.min(jnp.where(jnp.isfinite(grad), size, -1), initial=0)
+
+    found = [least(*pair) < 0 for pair in zip(raw, leaves, strict=True)]
+    return ~jnp.all(agreed(~stack(found)))
+
+
 def _joined(flags: AnyArray, by_leaf: list[AnyArray], rest: BoolScalar) -> AnyArray:
     return flags & stack([jnp.asarray(True), *by_leaf, rest])
 
@@ -426,7 +466,7 @@ def _norm_is_finite(grads: PyTree) -> BoolScalar:
 
 def _with_limit(
     scaling: AbstractLossScaling, before: AbstractLossScaling, limit: int
-) -> AbstractLossScaling:
+) -> Any:
     """Halts past the limit; a halted state never changes again."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)

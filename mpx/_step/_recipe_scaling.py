@@ -148,6 +148,10 @@ class RecipeScaling(AbstractLossScaling):
         return self.loss._is_stateful
 
     @property
+    def _by_loss(self) -> bool:
+        return self.loss._by_loss
+
+    @property
     def _is_one(self) -> bool:
         return self.loss._is_one
 

@@ -30,7 +30,7 @@ from .._settings import (
 from .._stored_weights import StoredWeight, dequantized, reading
 from . import _inputs
 from ._accumulate import Accumulation
-from ._attempt import GradientResult, attempt, retried
+from ._attempt import GradientResult, attempt, decided_by_loss, retried
 from ._engine import Problem, as_weights, called, scaled_value_and_grad
 
 # --- Options of gradient functions ----------------------------------------------------
@@ -228,7 +228,8 @@ def check_call(
 def used_scaling(
     scaling: AbstractLossScaling | None, mixed: bool
 ) -> AbstractLossScaling:
-    if scaling is not None and (mixed or not scaling._is_stateful):
+    keeps = scaling is not None and (scaling._by_loss or not scaling._is_stateful)
+    if scaling is not None and (mixed or keeps):
         return scaling
     return NoLossScaling()
 
@@ -280,9 +281,10 @@ def filter_grad(
     Returns:
         A function of the same arguments that returns `(scaling, finite, grads)` or
         `(scaling, finite, grads, aux)`, see `GradientResult`: the state for the next
-        step, whether the loss and all gradients are finite (always True with
-        `NoLossScaling(skip=False)`), and unscaled gradients of the model's structure in
-        float32 (float64 for float64 weights), None for what is not differentiated.
+        step, whether the loss and all gradients are finite (the loss alone with
+        `NoLossScaling(skip="loss")`, always True with `skip=False`), and unscaled
+        gradients of the model's structure in float32 (float64 for float64 weights),
+        None for what is not differentiated.
 
     Raises:
         TypeError: `scaling` is not a loss scaling, the loss is not floating-point, or
@@ -500,6 +502,8 @@ def gradient_function(
             problem, outcome = called(
                 problem, used, lambda p: attempt(p, how, used, args, kwargs)
             )
+            if used._by_loss:
+                outcome = decided_by_loss(outcome)
             if outcome.flags is not None and options.retries:
                 used, outcome = retried(
                     functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
@@ -507,7 +511,7 @@ def gradient_function(
                     outcome,
                     options.retries,
                 )
-        loss, aux, grads, flags, amaxes = outcome
+        loss, aux, grads, flags, amaxes, zeroed = outcome
         used = used._observe(amaxes)
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
@@ -522,7 +526,11 @@ def gradient_function(
                 else {"_counted": scaling}
             ),
             _flags=flags,
+            **(zeroed or {}),
         )
-        return result._replace(scaling=result._judged(finite, flags))
+        after = result._judged(finite, flags)
+        if zeroed:
+            after = after._noted(finite & result._zeroed)
+        return result._replace(scaling=after)
 
     return wrapper

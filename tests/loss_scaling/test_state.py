@@ -38,6 +38,7 @@ STATES = {
     "static": lambda: mpx.StaticLossScaling(3.0).adjust(False).adjust(True),
     "none": lambda: mpx.NoLossScaling().adjust(False),
     "none-skip-false": lambda: mpx.NoLossScaling(skip=False),
+    "none-by-loss": lambda: mpx.NoLossScaling(skip="loss").adjust(False),
 }
 
 

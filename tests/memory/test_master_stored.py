@@ -212,3 +212,25 @@ def test_a_restored_run_continues_bit_for_bit():
         *run, value = step(*run, rows(i))
         *restored, again = step(*restored, rows(i))
         assert_same_bits((run, value), (restored, again))
+
+
+@pytest.mark.parametrize("name", SKIPS)
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_choice_of_masters_keeps_a_skipped_weight(name: str, is_other: bool):
+    """From which programs for TPUs compute weights."""
+    optimizer, bad, finite = SKIPS[name]
+    model, tx, state = stored_and_optimizer(optimizer)
+    for _ in range(2):
+        model, state = update(model, tx, state)
+    if is_other:
+        model = mpx.quantization.quantize_weights({"w": 3 * state.masters["w"]})
+
+    @jax.jit
+    def on_tpus(model, state, gradient, apply):
+        updates, _ = tx.update({"w": gradient}, state, model)
+        is_new = lambda u: hasattr(u, "_by_master")  # noqa: E731
+        return jax.tree.map(lambda u: u._by_master(apply), updates, is_leaf=is_new)
+
+    assert_same_bits(on_tpus(model, state, bad, jnp.asarray(finite)), model)
+    found = on_tpus(model, state, GRADIENT, jnp.asarray(True))
+    assert_same_bits(found, update(model, tx, state)[0])

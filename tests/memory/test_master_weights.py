@@ -1,5 +1,7 @@
 """Float32 copies of half-precision weights in the optimizer (`mpx.master_weights`)."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -272,3 +274,91 @@ def test_composition(compose):
         weights = optax.apply_updates(weights, updates)
         masters = masters - jnp.float32(0.25) * jnp.float32(0.1)
     assert same_bits(weights["half"], masters.astype(jnp.bfloat16))
+
+
+# --- The choice of masters, from which TPUs compute weights ---------------------------
+
+ODD = [0.0, -0.0, 1.0, -1e-40, 6e-8, 6e4, np.inf, -np.inf, np.nan, -np.nan]
+CHANGED = {"own": slice(0, 0), "all": slice(None), "some": slice(None, None, 2)}
+
+
+def on_tpus(updates, apply):
+    """The weights that a program compiled for TPUs computes."""
+    is_new = lambda u: hasattr(u, "_by_master")  # noqa: E731
+    return jax.tree.map(
+        lambda u: u._by_master(jnp.asarray(apply)), updates, is_leaf=is_new
+    )
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+@in_half
+def test_the_choice_of_masters_keeps_a_skipped_weight(dtype, changed):
+    tx = mpx.master_weights(optax.chain(optax.clip(1.0), optax.adam(0.1)))
+    odd = jnp.asarray(ODD * 2, dtype)
+    begun = {"w": odd, "scalar": jnp.asarray(-0.0, dtype)}
+    state = tx.init(begun, jax.tree.map(lambda w: w.astype(jnp.float32) + 1e-9, begun))
+    weights = {**begun, "w": odd.at[CHANGED[changed]].set(odd[::-1][CHANGED[changed]])}
+    grads = jax.tree.map(lambda w: jnp.ones(w.shape), weights)
+
+    @jax.jit
+    def both(grads, apply, weights, state):
+        updates, _ = tx.update(grads, state, weights)
+        by_mpx, _ = mpx.optimizer_update(weights, tx, state, grads, apply)
+        return by_mpx, on_tpus(updates, apply), optax.apply_updates(weights, updates)
+
+    for bad in (1.0, np.nan):
+        by_mpx, by_master, _ = both(
+            jax.tree.map(lambda g, bad=bad: g * bad, grads), False, weights, state
+        )
+        assert same_bits(by_mpx, weights) and same_bits(by_master, weights)
+    by_mpx, by_master, applied = both(grads, True, weights, state)
+    assert same_bits(by_mpx, applied) and same_bits(by_master, applied)
+
+
+def test_a_nan_from_outside_keeps_its_bits_but_on_tpus():
+    tx, own = mpx.master_weights(optax.sgd(0.1)), jnp.ones(3, jnp.bfloat16)
+    bits = jnp.asarray([0x7FC1, 0xFF81, 0x7FFF], jnp.uint16)
+    weights, state = jax.lax.bitcast_convert_type(bits, own.dtype), tx.init(own)
+    skip = jax.jit(lambda w: mpx.optimizer_update(w, tx, state, jnp.ones(3), False)[0])
+    assert same_bits(skip(weights), weights)
+    updates, _ = tx.update(jnp.ones(3), state, weights)
+    assert np.isnan(on_tpus(updates, False).astype(jnp.float32)).all()
+
+
+INSIDE = {
+    "chain": lambda tx: optax.chain(optax.clip(1.0), mpx.master_weights(tx)),
+    "every second": lambda tx: mpx.master_weights(optax.MultiSteps(tx, 2)),
+    "skipped inside": lambda tx: mpx.master_weights(mpx.skip_nonfinite(tx)),
+}
+
+
+@pytest.mark.parametrize("compose", INSIDE.values(), ids=INSIDE)
+def test_a_program_for_tpus_chooses_masters(compose):
+    """Without a choice between weights, for which it would run the optimizer twice."""
+    tx = compose(optax.adam(0.1))
+    weights = {"w": jnp.ones(77, jnp.bfloat16), "norm": jnp.ones(2)}
+    grads, state = jax.tree.map(jnp.ones_like, weights), tx.init(weights)
+
+    @jax.jit
+    def step(weights, state, grads, apply):
+        return mpx.optimizer_update(weights, tx, state, grads, apply)
+
+    traced = step.trace(weights, state, grads, True)
+    texts = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu")}
+    for platform, text in texts.items():
+        found = [n for n in text.splitlines() if re.search(r"select.*<77xbf16>$", n)]
+        assert len(found) == (platform == "cpu"), (platform, found)
+
+
+def test_members_of_a_vmap_choose_separately():
+    tx = mpx.master_weights(optax.adam(0.1))
+    weights = jnp.ones((2, 3), jnp.bfloat16)
+    state, apply = jax.vmap(tx.init)(weights), jnp.array([True, False])
+
+    def one(weights, state, apply):
+        updates, _ = tx.update(jnp.ones(3), state, weights)
+        by_mpx, _ = mpx.optimizer_update(weights, tx, state, jnp.ones(3), apply)
+        return by_mpx, updates._by_master(apply)
+
+    for found in jax.jit(jax.vmap(one))(weights, state, apply):
+        assert np.any(found[0] != 1) and same_bits(found[1], weights[1])

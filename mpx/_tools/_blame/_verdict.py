@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..._autocast import autocast, recomputing, with_dtype, with_rule
 from ..._base.dtypes import half_precision_datatype
-from ..._loss_scaling import AbstractLossScaling, StaticLossScaling
+from ..._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from ..._program import PRIMITIVES, divide, properties
 from ..._settings import Policy, Precision, Rule, get_policy, settings_of, unwrapped
 from ..._step import Options, gradient_function
@@ -163,6 +163,8 @@ class StepOf:
         func = recomputing(func) if self.recomputes else func
 
         def make(scaling: AbstractLossScaling | None) -> Gradient:
+            if scaling is not None and scaling._by_loss:
+                scaling = NoLossScaling()  # which sets no element to zero
             return gradient_function(
                 CALL, func, scaling, self.argnums, True, self.options
             )

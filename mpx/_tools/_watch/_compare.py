@@ -371,7 +371,7 @@ def _scaling_of(
     kwargs: PyTree,
 ) -> AbstractLossScaling:
     if scaling is not None:
-        return scaling
+        return NoLossScaling() if scaling._by_loss else scaling
     if settings_of(func) is None and policy is None:
         return NoLossScaling()
     return init_scaling(func, *args, policy=policy, **kwargs)
