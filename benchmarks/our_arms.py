@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,7 +105,7 @@ ARMS = {
         *(
             autocast_arm(f"autocast {dtype}{suffix}", dtype, residual_stream=stream)
             for dtype in ("float16", "bfloat16")
-            for stream, suffix in (("full", ""), ("half", ", half stream"))
+            for stream, suffix in ((None, ""), ("half", ", half stream"))
         ),
         autocast_arm("autocast bfloat16, kept", residuals="fast"),
         autocast_arm(
@@ -148,6 +149,10 @@ ON_CPU = {
 ON_TPU = {
     "float32": FLOAT32,
     "nothing set": autocast_arm("nothing set"),
-    "half stream": autocast_arm("half stream", residual_stream="half"),
+    "full stream": autocast_arm("full stream", residual_stream="full"),
+    "by the loss": dataclasses.replace(
+        autocast_arm("by the loss"),
+        first_scaling=lambda *_: mpx.NoLossScaling(skip="loss"),
+    ),
     "unchecked": _alone("unchecked"),
 }
