@@ -19,7 +19,8 @@ from .peers.environment import REPOSITORY
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 DETAILS = REPOSITORY / "docs" / "benchmark-details.md"
 README = REPOSITORY / "README.md"
-PAGES = (PAGE, DETAILS, README, REPOSITORY / "docs" / "choose.md")
+_OTHERS = (REPOSITORY / "docs" / name for name in ("choose.md", "guides/tpu.md"))
+PAGES = (PAGE, DETAILS, README, *_OTHERS)
 # The modules that make the tables of a place.
 MAKERS: dict[str, tuple[Any, ...]] = parts.PARTS | {
     "workloads": (half,),

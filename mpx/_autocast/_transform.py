@@ -156,7 +156,11 @@ def autocast(
         rules: Overrides the precision of single operations; see `mpx.Rules`. Regions do
             not take it.
         residual_stream: "full" (the default) keeps the sum that residual blocks add to
-            in float32; "half" saves memory and loses precision.
+            in float32; "half" saves memory and loses precision. "blocks" is "half"
+            where blocks add the result of a matmul, with a bias or dropped out, and
+            "full" where they scale it, `x + dt * f(x)`: the default of bfloat16 on
+            TPUs. In bfloat16 on TPUs scores are also scaled and masked in half
+            precision where a softmax reads them, without another rounding.
         residuals: "small" (the default) recomputes softmax, norms, gelu and the like in
             the backward pass from their half-precision inputs instead of saving float32
             residuals. Values are the same; gradients differ only by the order in which
