@@ -20,13 +20,30 @@ from typing import Any
 from ..counter import TARGETS, counter
 
 
+def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The program, for a TPU without its machine code, and nothing beside."""
+    target = TARGETS[fields["target"]]
+    if target.platform != "tpu":
+        return lowered.compile(), {}
+    devices = counter.compile_only_devices(target, fields.get("devices", 1))
+    return counter.program_of(lowered, target, devices), {}
+
+
+def text_of(compiled: Any) -> str:
+    """The optimized HLO of what `compile` returns."""
+    return getattr(compiled, "text", "") or compiled.as_text()
+
+
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, int]:
-    """Bytes of a `jax.stages.Compiled`: memory, the scratch buffer of it, traffic."""
-    target = TARGETS.get(fields.get("target", ""))
+    """Bytes of what `compile` returns: memory, the scratch buffer of it, traffic."""
+    if isinstance(compiled, counter.Program):
+        return {
+            "memory": compiled.memory,
+            "temporaries": compiled.temporaries,
+            "traffic": counter.traffic(counter.kernels_of(compiled.text)),
+        }
     known = (compiled.cost_analysis() or {}).get("bytes accessed")
-    if target is not None and target.platform == "tpu":
-        known = counter.traffic(counter.kernels_of(compiled.as_text()))
-    elif known is None:
+    if known is None:
         known = operand_and_result_bytes(compiled.as_text())
     return {
         "memory": counter.memory(compiled),

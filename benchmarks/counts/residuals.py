@@ -27,6 +27,7 @@ PEER = "MPX bfloat16"
 KEPT = "autocast bfloat16, kept"
 DEFAULT = "autocast bfloat16"
 HALF = "autocast bfloat16, half stream"
+compile = program.compile
 OUR_ARMS = (FLOAT32, BY_HAND, KEPT, DEFAULT, HALF)
 FEW_ARMS = (FLOAT32, KEPT, DEFAULT, HALF)
 PEER_ARMS = ("MPX float16", PEER)
@@ -68,7 +69,7 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes, and the matrix products."""
-    products = products_of(compiled.as_text())
+    products = products_of(program.text_of(compiled))
     return {**program.count(compiled, fields), "products": products}
 
 

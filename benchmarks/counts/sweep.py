@@ -20,7 +20,7 @@ from ..counter import TARGETS
 from ..models.plain import Case, title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
-from .program import count as count
+from .program import compile as compile, count as count
 from .residuals import build as build
 
 ARMS = ("float32", "mpx float16", "mpx bfloat16", "MPX float16")

@@ -16,6 +16,7 @@ from ..results import Results
 from ..steps import NAIVE as NAIVE_ARM, ArrayStep, known_arms
 from ..tables import Goal, Table, ratio
 from . import whole_steps
+from .program import compile as compile
 
 # Names of `our_arms.ON_TPU`, which the peers' environment does not have.
 FLOAT32, DEFAULT, FULL = "float32", "nothing set", "full stream"
@@ -72,13 +73,6 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
     arms = known_arms("ON_TPU") | {NAIVE: NAIVE_ARM}
     case = plain.Case(fields["target"], "desktop, token", 2, 256, fields["arm"])
     return plain.build(arms[case.arm], case, devices)
-
-
-def compile(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The program without its machine code, and nothing beside."""
-    target = TARGETS[fields["target"]]
-    devices = counter.compile_only_devices(target)
-    return counter.program_of(lowered, target, devices), {}
 
 
 def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:

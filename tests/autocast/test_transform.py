@@ -315,7 +315,7 @@ WRONG = {
         (lambda: cast(product, "half precision"), "needs a dtype; got"),
         (
             lambda: cast(product, residuals="tiny"),
-            '`residuals` .* "small" or "fast"; got',
+            '`residuals` .* "loops" or "fast"; got',
         ),
     ],
 }
