@@ -63,10 +63,11 @@ def with_half_blocks(
     blocks = tuple(_retyped_block(b, dtype) if is_half else b for b, is_half in pairs)
     first = mapping.num_index_operands
     which = {first + i for i, is_half in enumerate(are_half) if is_half}
+    outs = zip(equation.params["out_avals"], blocks[mapping.num_inputs :], strict=True)
     params = {
         "jaxpr": _with_references(equation.params["jaxpr"], which, dtype),
         "grid_mapping": dataclasses.replace(mapping, block_mappings=blocks),
-        "out_avals": tuple(b.array_aval for b in blocks[mapping.num_inputs :]),
+        "out_avals": tuple(a.update(dtype=b.array_aval.dtype) for a, b in outs),
     }
     return equation.replace(params={**equation.params, **params})
 
