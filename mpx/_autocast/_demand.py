@@ -31,7 +31,7 @@ from .._program import (
     BackwardFlow,
     PrimitiveClass,
     SubJaxpr,
-    accesses_whole_tiles,
+    accesses_of_wide_only,
     aval_of,
     avals,
     backward,
@@ -460,8 +460,9 @@ class _KernelFlow(BackwardFlow[Demand]):
 
     nothing = UNREAD
 
-    def __init__(self, dtype: np.dtype) -> None:
+    def __init__(self, dtype: np.dtype, jaxpr: Jaxpr) -> None:
         self._settings = Settings(dtype=dtype)
+        self._refused = accesses_of_wide_only(jaxpr)
 
     def operands(
         self, equation: JaxprEqn, results: Sequence[Demand]
@@ -478,7 +479,7 @@ class _KernelFlow(BackwardFlow[Demand]):
         """Returns the demands of an operation on its operands."""
         found = _operand_demands(self._settings, equation, results)
         is_access = equation.primitive.name in ("get", "swap")
-        is_known = is_access and accesses_whole_tiles(equation)
+        is_known = is_access and id(equation) not in self._refused
         own = together(results) if is_known else Demand.FULL
         pairs = zip(equation.invars, found, strict=True)
         return [own if is_reference(a) else d for a, d in pairs]
@@ -506,7 +507,7 @@ def blocks_in_half(
     if not (is_ours and is_tpu(settings)) or equation.params["input_output_aliases"]:
         return [False] * len(mapping.block_mappings)
     jaxpr: Jaxpr = equation.params["jaxpr"]
-    demands = backward(jaxpr, (), _KernelFlow(settings.dtype))
+    demands = backward(jaxpr, (), _KernelFlow(settings.dtype, jaxpr))
     inside = [demands.get(v, UNREAD) for v in jaxpr.invars]
     wanted = [Demand.HALF] * mapping.num_inputs
     wanted += [UNREAD if d == Demand.HALF else None for d in results]

@@ -69,7 +69,7 @@ from .islands import (
     parts,
     reachable,
 )
-from .kernels import accesses_whole_tiles, is_reference, with_half_blocks
+from .kernels import accesses_of_wide_only, is_reference, with_half_blocks
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
 from .probe import Probe, Records, Tagged, is_seen_into, probed
 from .remat import (

@@ -9,6 +9,7 @@ instead of joining facts (`_autocast/_loops.py`, `_tools/_inspect/_costs.py`,
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -137,10 +138,9 @@ def _walk(
     place: Location | None,
 ) -> tuple[list[Visit[F]], list[F]]:
     """Returns the visits (none without a location) and the facts of the results."""
-    facts: dict[Var, F] = {
-        variable: flow.constant(value)
-        for variable, value in zip(jaxpr.constvars, consts, strict=True)
-    }
+    # Of a program that a Pallas kernel runs with scratch arrays they are not known.
+    known = itertools.zip_longest(jaxpr.constvars, consts)
+    facts: dict[Var, F] = {variable: flow.constant(value) for variable, value in known}
     facts.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Atom) -> F:

@@ -8,6 +8,7 @@ before they are widened, which gives the same sums.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from .._base.jax_compat import open_jaxpr
 from .._base.typing import Atom
 from .equations import aval_of, sub_jaxprs
+from .flow import Flow, propagate
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 # Two rows of 16 bits share a register of a TPU, whose tiles have 8.
@@ -29,22 +31,67 @@ def is_reference(atom: Atom) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
-def accesses_whole_tiles(equation: JaxprEqn) -> bool:
-    """Returns whether a `get` or `swap` is one that TPUs also have for 16 bits.
+class _Divisors(Flow[int]):
+    """Numbers that divide the integers of a kernel, by which it indexes; 0 divides 0.
 
-    It takes whole rows, all of them or a multiple of 16.
+    Attributes:
+        refused: The ids of accesses that TPUs have for 32 bits, but not for 16.
     """
-    is_get = equation.primitive.name == "get"
-    where = equation.invars[1 if is_get else 2 :]
+
+    def __init__(self) -> None:
+        self.refused: set[int] = set()
+
+    def constant(self, value: object) -> int:
+        """Returns the number itself."""
+        if not isinstance(value, int | np.integer | np.ndarray):
+            return 1
+        number = np.asarray(value)
+        is_integer = number.shape == () and number.dtype.kind in "iu"
+        return abs(int(number)) if is_integer else 1
+
+    def transfer(self, equation: JaxprEqn, facts: Sequence[int]) -> Sequence[int]:
+        """Returns a divisor of each result; looks at where references are accessed."""
+        name = equation.primitive.name
+        if name in ("get", "swap") and not _takes_whole_tiles(equation, facts):
+            self.refused.add(id(equation))
+        found = 1
+        if name in ("add", "sub", "convert_element_type"):
+            found = math.gcd(*facts)
+        elif name == "mul":
+            found = math.prod(facts)
+        elif name == "multiple_of":
+            found = math.gcd(*equation.params["values"])
+        return [found] * len(equation.outvars)
+
+    def join(self, a: int, b: int) -> int:
+        """Returns a divisor of either."""
+        return math.gcd(a, b)
+
+
+def accesses_of_wide_only(jaxpr: Jaxpr) -> set[int]:
+    """Returns the ids of accesses of a kernel that TPUs have for 32 bits only."""
+    flow = _Divisors()
+    propagate(jaxpr, (), [1] * len(jaxpr.invars), flow)
+    return flow.refused
+
+
+def _takes_whole_tiles(equation: JaxprEqn, divisors: Sequence[int]) -> bool:
+    """Returns whether a `get` or `swap` is of whole rows: all of them, or a part.
+
+    Of a part the number is a multiple of 16, and the first one's one of 8.
+    """
+    where = divisors[1 if equation.primitive.name == "get" else 2 :]
     indexers = jax.tree.unflatten(equation.params["tree"], where)
     shape, part = (aval_of(v).shape for v in (equation.invars[0], *equation.outvars))
     if len(shape) < 2 or not indexers:
         return len(shape) > 1
-    last = getattr(indexers[0], "indices", ())[-2:]
+    last: Any = getattr(indexers[0], "indices", ())[-2:]
     # An index that is not a slice drops its axis.
     is_sliced = len(indexers) == 1 and [getattr(i, "stride", 0) for i in last] == [1, 1]
-    is_whole = is_sliced and part[-1] == shape[-1]
-    return is_whole and (part[-2] == shape[-2] or part[-2] % _ROWS == 0)
+    if not is_sliced or part[-1] != shape[-1]:
+        return False
+    is_aligned = part[-2] % _ROWS == 0 and last[0].start % (_ROWS // 2) == 0
+    return part[-2] == shape[-2] or is_aligned
 
 
 def with_half_blocks(
@@ -63,10 +110,11 @@ def with_half_blocks(
     blocks = tuple(_retyped_block(b, dtype) if is_half else b for b, is_half in pairs)
     first = mapping.num_index_operands
     which = {first + i for i, is_half in enumerate(are_half) if is_half}
+    outs = zip(equation.params["out_avals"], blocks[mapping.num_inputs :], strict=True)
     params = {
         "jaxpr": _with_references(equation.params["jaxpr"], which, dtype),
         "grid_mapping": dataclasses.replace(mapping, block_mappings=blocks),
-        "out_avals": tuple(b.array_aval for b in blocks[mapping.num_inputs :]),
+        "out_avals": tuple(a.update(dtype=b.array_aval.dtype) for a, b in outs),
     }
     return equation.replace(params={**equation.params, **params})
 

@@ -201,6 +201,13 @@ def rows_of_16(x, y, z, out):
         out[part] = product(x[part], y[...]) + z[part]
 
 
+def rows_from_3(x, y, z, out):
+    @pl.loop(0, 2)
+    def _(i):
+        part = pl.ds(i * 16 + 3, 16)
+        out[part] = product(x[part], y[...]) + z[part]
+
+
 def one_row(x, y, z, out):
     out[...] = product(x[...], y[...]) + z[...] + product(x[3][None], y[...])
     out[3] = z[3]
@@ -239,6 +246,7 @@ KERNELS = {
     again: (H, H, F, "->", F),
     rows_of_8: (F, H, F, "->", F),
     rows_of_16: (H, H, F, "->", H),
+    rows_from_3: (F, H, F, "->", F),
     one_row: (F, H, F, "->", F),
     guarded: (H, H, F, "->", H),
     watched: (F, H, F, "->", H),
