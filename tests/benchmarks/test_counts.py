@@ -58,10 +58,9 @@ def test_cost_analysis_gives_traffic_or_else_operands_and_results():
     traffic = counts.count(compiled, {})["traffic"]
     assert traffic == (8 * 16 + 16 * 4 + 8 * 4) * FLOAT
     compiled = jax.jit(lambda x: x * 2).lower(shaped(100)).compile()
-    # A TPU's counts memory that it moves twice, and loops once.
-    other = SimpleNamespace(cost_analysis=lambda: {"bytes accessed": 7.0})
-    other.as_text, other.memory_analysis = compiled.as_text, compiled.memory_analysis
-    assert counts.count(other, {"target": "v5e"})["traffic"] == 2 * 100 * FLOAT
+    on_tpu = counts.counter.Program(compiled.as_text(), memory=7, temporaries=5)
+    found = {"memory": 7, "temporaries": 5, "traffic": 2 * 100 * FLOAT}
+    assert counts.count(on_tpu, {"target": "v5e"}) == found
     like_cuda = SimpleNamespace(cost_analysis=lambda: None, as_text=compiled.as_text)
     like_cuda.memory_analysis = compiled.memory_analysis
     assert counts.count(like_cuda, {})["traffic"] == 2 * 100 * FLOAT
