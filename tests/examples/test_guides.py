@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*_*.py"))
 GUIDES = [guide for guide in GUIDES if guide.name != "__init__.py"]
 SLOW = "in_fp8 in_two_precisions nnx_with_orbax pipeline_and_experts sharded_layouts"
-SLOW += " with_accumulation with_evaluation with_grain with_layers with_lora"
+SLOW += " on_a_tpu with_accumulation with_evaluation with_grain with_layers with_lora"
 SLOW += " with_monitor with_orbax with_stored_weights"
 
 
