@@ -103,7 +103,7 @@ ROWS: tuple[tuple[str, Step, str, dict[str, str], str], ...] = (
         {"published MPX": "MPX bfloat16"},
         "bfloat16",
     ),
-    ("bfloat16", TPU, "nothing set", {"float32": "float32"}, "bfloat16"),
+    ("bfloat16", TPU, "nothing set", {"float32": "float32"}, recipes.ON_TPU),
     ("FP8, delayed", H100_MLP, "delayed", _PEERS, "delayed"),
     ("MXFP8", B200_MLP, "mxfp8", {"JAX MXFP8": "jax.nn MXFP8"}, "mxfp8"),
     ("NVFP4", B200_MLP, "nvfp4", {"JAX NVFP4": "jax.nn NVFP4"}, "nvfp4"),

@@ -6,8 +6,9 @@
 * **Traffic** is the bytes read and written by the program's operations: the operands
   and results of every instruction of the optimized HLO that runs as a kernel. What
   happens inside a fusion stays in registers and does not count, a loop's body counts
-  as often as the loop runs. Of a TPU only main memory counts, and of slices what is
-  read (`kernels_of`). A CPU's is its "bytes accessed", with a loop's body once.
+  as often as the loop runs. Of a TPU both memories count as one: small models are in
+  the one on the chip, as the compiler places them. A CPU's is its "bytes accessed",
+  with a loop's body once.
 
 Sharp edges: none knows of caches, so traffic is a bound and not a measurement, and
 counts of different compilers must not be compared with each other.
@@ -15,6 +16,7 @@ counts of different compilers must not be compared with each other.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..counter import TARGETS, counter
@@ -34,13 +36,22 @@ def text_of(compiled: Any) -> str:
     return getattr(compiled, "text", "") or compiled.as_text()
 
 
+# Between the memories of a TPU.
+_COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
+
+
+def anywhere(text: str) -> str:
+    """The program of a TPU as if it had one memory, and so no copy to another."""
+    return re.sub(r"S\(\d\)", "", _COPY.sub("", text))
+
+
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, int]:
     """Bytes of what `compile` returns: memory, the scratch buffer of it, traffic."""
     if isinstance(compiled, counter.Program):
         return {
             "memory": compiled.memory,
             "temporaries": compiled.temporaries,
-            "traffic": counter.traffic(counter.kernels_of(compiled.text)),
+            "traffic": counter.traffic(counter.kernels_of(anywhere(compiled.text))),
         }
     known = (compiled.cost_analysis() or {}).get("bytes accessed")
     if known is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import operator
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..results import Results
 from ..steps import NAIVE as NAIVE_ARM, ArrayStep, known_arms
 from ..tables import Goal, Table, ratio
 from . import whole_steps
-from .program import compile as compile
+from .program import anywhere, compile as compile
 
 # Names of `our_arms.ON_TPU`, which the peers' environment does not have.
 FLOAT32, DEFAULT, FULL = "float32", "nothing set", "full stream"
@@ -77,9 +76,8 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
 
 def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes of HBM and of all memory, kernels, matmuls by the dtypes of a step."""
-    # As if there were one memory, and so no copy to another.
-    anywhere = re.sub(r"S\(\d\)", "", _COPY.sub("", program.text))
-    modules = [counter.parse(text) for text in (program.text, anywhere)]
+    texts = program.text, anywhere(program.text)
+    modules = [counter.parse(text) for text in texts]
     if any(None in module.trips.values() for module in modules):
         raise ValueError(f"the number of turns of all loops must be known; {fields}")
     kernels = counter.kernels_of(program.text)
@@ -87,13 +85,10 @@ def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "memory": program.memory,
         "traffic": counter.traffic(kernels),
-        "all": counter.traffic(counter.kernels_of(anywhere)),
+        "all": counter.traffic(counter.kernels_of(texts[1])),
         "kernels": sum(kernel.times for kernel in kernels),
         "products": dict(collections.Counter(found).most_common()),
     }
-
-
-_COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
 
 
 def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:

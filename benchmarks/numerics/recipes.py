@@ -26,6 +26,9 @@ SEEDS = 10
 STEPS = 200
 ARMS = ("float32", "float16", "bfloat16")
 ARMS += ("delayed", "current", "block", "mxfp8", "nvfp4")
+# With the residual stream and the scores that TPUs have by default.
+ON_TPU = "bfloat16, TPU"
+ARMS += (ON_TPU,)
 # In percent of the loss in float32; the whole interval must lie within.
 LIMITS = {arm: 1.5 if arm == "nvfp4" else 0.5 for arm in ARMS[1:]}
 POINTS = 30  # of a curve
@@ -52,6 +55,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         request: `runs`, pairs of seed and arm, and `steps`.
     """
+    import mpx
     from examples.gpt import Config, ModelConfig, load_data, train
 
     steps = request["steps"]
@@ -64,7 +68,9 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             checkpoint_every=steps,
         )
         start = time.perf_counter()
-        result, rows = train(config, arm, load_data(config))
+        target = "tpu v5e" if arm == ON_TPU else None
+        with mpx.autocast(target=target, ambient=True):
+            result, rows = train(config, arm.removesuffix(", TPU"), load_data(config))
         yield {
             "run": {
                 "arm": arm,
@@ -153,7 +159,8 @@ def goals(found: Results) -> Iterator[Goal]:
 _COLORS = dict(
     zip(
         ARMS,
-        "#999999 #0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000".split(),
+        "#999999 #0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000 "
+        "#F0E442".split(),
         strict=True,
     )
 )
