@@ -98,14 +98,14 @@ _COPY = re.compile(r"^.* (?:copy|slice|async)-start\(.*$", re.MULTILINE)
 
 def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:
     """The dtypes of operands and result of each matmul or convolution that runs."""
-    for one, shapes, times in runs:
+    for one, body, times in runs:
         if one.opcode in ("convolution", "dot"):
-            left, right = (shapes[name].partition("[")[0] for name in one.operands)
+            left, right = (body[name].results[0].kind for name in one.operands)
             yield from [f"{left} x {right} > {one.results[0].kind}"] * times
         for name in one.runs:
-            body = module.computations[name]
-            inside = {each.name: each.shape for each in body}
-            yield from _products(module, ((each, inside, times) for each in body))
+            inside = module.computations[name]
+            inner = ((each, inside, times) for each in inside.values())
+            yield from _products(module, inner)
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -19,10 +19,9 @@ from ._hlo import (
     COLLECTIVES as COLLECTIVES,
     RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,
     ArrayType as ArrayType,
+    Body as Body,
     Instruction as Instruction,
     Module as Module,
-    bytes_of_shape as bytes_of_shape,
-    computations as computations,
     parse as parse,
 )
 from ._kernels import (

@@ -22,9 +22,8 @@ from jaxtyping import PyTree
 from ..._base.dtypes import float_dtype
 from ..._base.errors import describe, listing, read_texts
 from ..._base.typing import DTypeLike
-from .._counter import Instruction
+from .._counter import COLLECTIVES, Instruction
 from ._operations import (
-    COLLECTIVES,
     Operation,
     Program,
     as_program,

@@ -208,7 +208,7 @@ def _at_peak(module: Module, name: str) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     inner: dict[int, list[_Buffer]] = {}
     held: dict[str, list[list[_Buffer]]] = {}
-    for place, one in enumerate(body):
+    for place, one in enumerate(body.values()):
         given = [held.get(operand, [[]]) for operand in one.operands]
         if one.opcode == "while":
             inner[place] = _at_peak(module, one.runs[0])
@@ -221,12 +221,11 @@ def _at_peak(module: Module, name: str) -> list[_Buffer]:
         elif re.search("update-slice|scatter", one.name) and given:
             held[one.name] = given[0]  # in place
         else:
-            size = sum(x.bytes for x in one.results if not x.is_on_chip)
-            made = _Buffer(size, place, source, place)
+            made = _Buffer(one.main_bytes, place, source, place)
             buffers += [made] * (made.size >= _LEAST)
             held[one.name] = [[made]]
-    if body and body[-1].name in held:  # results have memory of their own
-        kept = {id(b) for part in held[body[-1].name] for b in part}
+    for value in [*held.values()][-1:]:  # results have memory of their own
+        kept = {id(b) for part in value for b in part}
         buffers = [buffer for buffer in buffers if id(buffer) not in kept]
     return _most(buffers, inner, len(body))
 
@@ -345,7 +344,7 @@ def _findings(
     frames: Mapping[int, Frames],
 ) -> Iterator[str]:
     """Yields what of a program is not counted, or less often than it runs."""
-    every = (one for body in module.computations.values() for one in body)
+    every = (one for body in module.computations.values() for one in body.values())
     loops = [one for one in every if module.trips.get(one.name, 0) is None]
     hidden = [k for k, _ in kernels if k.target == PALLAS and not k.further]
     for says, found in ((_LOOPS, loops), (_PALLAS, hidden)):
