@@ -8,9 +8,9 @@ module has besides
 * if need be `compile(lowered, fields)`, which may say more than a count, and
   `more_records()`.
 
-Of what is *measured*, a module has `requests(options, found)` for workers, and a
-`measure(request)` that runs in one and yields `{"run": record}`. The workers of a
-request with `sides` take turns, answer by answer. If it `TRAINS`,
+Of what is *measured*, a module has `measure(request)`, which runs in a worker and
+yields `{"run": record}`; and `requests(options, found)`, unless one empty request is
+all. The workers of a request with `sides` take turns, answer by answer. If it `TRAINS`,
 compiled programs are kept on disk; if `FOR_CUDA`, it compiles for GPUs, which
 `COMPILED_FOR` names where nothing is measured at all.
 """
@@ -162,7 +162,8 @@ class Session:
             worker["libraries"] = peers.prepare_cuda(self.cuda, self.console.print)
         if getattr(part, "TRAINS", False):
             worker |= self._training()
-        for request in part.requests(options, found):
+        make = getattr(part, "requests", lambda *_: [{}])
+        for request in make(options, found):
             sides = request.pop("sides", None) or [request.get("side", "ours")]
             worker["turns"] = len(sides) > 1
             workers = {

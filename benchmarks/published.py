@@ -62,12 +62,6 @@ _GEMMS = ((_WIDTH, 3 * _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, _HIDDEN), (_HIDDEN, _
 FOR_CUDA, COMPILED_FOR = True, "NVIDIA H100, H200, B200, B300"
 
 
-def requests(options: Any, found: Results) -> list[dict[str, Any]]:
-    """One, for all."""
-    del options, found
-    return [{}]
-
-
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Forecasts each step, in a worker."""
     for program, target, precision in STEPS:
