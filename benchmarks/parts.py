@@ -20,8 +20,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -192,7 +190,7 @@ class Session:
         return 0 if all(goal.met for goal in self.goals) else 1
 
     def _results(self, name: str, device: str = "") -> results.Results:
-        device = device or f"measured on {_processor()}"
+        device = device or f"measured on {cpu.processor()}"
         return results.Results(name, self.command, device)
 
     def _has_libtpu(self) -> bool:
@@ -217,13 +215,3 @@ class Session:
             path = self.out / f"{found.name}.png"
             PARTS[found.name][0].picture(found, path)
             self.console.print(f"Picture {path}")
-
-
-def _processor() -> str:
-    """The processor in words, and how many of its cores this process may use."""
-    name, about = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    for line in about.read_text().splitlines() if about.is_file() else ():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
-    return f"{os.cpu_count()} cores of {name}"
