@@ -22,15 +22,8 @@ from .program import compile as compile
 FLOAT32, DEFAULT, FULL = "float32", "nothing set", "full stream"
 BY_LOSS, UNCHECKED, CURRENT = "by the loss", "unchecked", whole_steps.CURRENT
 ARMS = (FLOAT32, NAIVE, DEFAULT, FULL, BY_LOSS, UNCHECKED)
-_8_BITS = (
-    NAIVE,
-    DEFAULT,
-    whole_steps.DELAYED,
-    CURRENT,
-    whole_steps.BY_HAND,
-    FLAX,
-    QWIX,
-)
+_BY_OTHERS = (whole_steps.BY_HAND, FLAX, QWIX)
+_8_BITS = (NAIVE, DEFAULT, whole_steps.DELAYED, CURRENT, *_BY_OTHERS)
 _F32, _HALF = (f", scores in {one}" for one in SCORES)
 _LLAMA, _SCAN, VIT = "Llama of 2", "Llama of 4 in a scan", "desktop ViT"
 WHAT = ("memory", "traffic", "all")
