@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
 from .._base.dtypes import HALF
-from .._base.jax_compat import is_for_tpu, scope_names
+from .._base.jax_compat import scope_names
 from .._base.typing import AnyArray, Aval, Shape
 from .._program import FEW_USES, DataScope, avals
 from .._quantize import AbstractRecipe, QuantizedArray
@@ -301,8 +301,7 @@ def _fill(number: np.ndarray) -> float | None:
 
 def is_tpu(settings: Settings) -> bool:
     """Returns whether programs under these settings are compiled for a TPU."""
-    target = settings.target
-    return is_for_tpu() if target is None else target.platform == "tpu"
+    return settings.device.platform == "tpu"
 
 
 # --- Places and runs ------------------------------------------------------------------

@@ -35,7 +35,6 @@ from .._program import (
     with_factor,
     with_half_blocks,
 )
-from .._quantize import Target, target_from
 from .._settings import Precision, Rule
 from ._context import (
     FLOAT16,
@@ -297,15 +296,11 @@ def _emit_decided(case: Case) -> list[Value]:
         return with_rounded_gradient(case, results) if is_sum else results
 
 
-def _target(case: Case) -> Target:
-    return case.settings.target or target_from(None)
-
-
 def _noted(case: Case, choice: Choice) -> contextlib.AbstractContextManager[object]:
     """Returns a context that notes a choice on what is emitted inside."""
     if not case.run.uses.notes:
         return contextlib.nullcontext()
-    return noted(case.name, choice, platform=_target(case).platform)
+    return noted(case.name, choice, platform=case.settings.device.platform)
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -480,7 +475,7 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
         equation = with_factor(equation, factor)
         (result,) = bind_equation(equation, *arrays)
         return [Value(result, Facts(is_scaled=True))]
-    if _target(case).wants_cpu_form and not asks_for_half_sums(case):
+    if case.settings.device.wants_cpu_form and not asks_for_half_sums(case):
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation

@@ -17,7 +17,7 @@ from .._base.dtypes import is_half
 from .._base.errors import listing, warn_user
 from .._base.jax_compat import manual_axes, scope_names
 from .._program import PrimitiveClass, distinct_equations, line_of, properties
-from .._quantize import AbstractRecipe, QuantizedArray, target_from
+from .._quantize import AbstractRecipe, QuantizedArray
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._settings import MARK, Precision, Rules, Weights, ambient
 from ._context import Run, Value, declared
@@ -149,7 +149,7 @@ def weight_of_recipe(
         source: The source of its slots.
         stored: Its stored form in 8 bits, if it has one.
     """
-    target, array = run.settings.target or target_from(None), value.array
+    target, array = run.settings.device, value.array
     if target.transposes_fp8 and is_half(value.dtype):
         # FP8 products need it transposed, and XLA would transpose all that the
         # optimizer computes with it, in float32: masters, moments, the selection for

@@ -71,22 +71,6 @@ def is_on_a_mesh() -> bool:
     return not mesh.empty and mesh.size > 1
 
 
-def is_for_tpu() -> bool:
-    """Returns whether the code being traced is for TPUs.
-
-    The mesh's device decides if known, else JAX's default device, which starts the
-    backend.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kind = getattr(device, "device_kind", None)
-    if kind is not None:
-        return kind.lower().startswith("tpu")
-    chosen: Any = getattr(jax.config, "jax_default_device", None)
-    if chosen is None or isinstance(chosen, str):
-        chosen = jax.local_devices(backend=chosen)[0]
-    return chosen.platform == "tpu"
-
-
 def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
