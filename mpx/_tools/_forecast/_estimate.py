@@ -355,8 +355,7 @@ def _findings(
 
 def _line(calls: Frames) -> str:
     """Returns the line of the user's code."""
-    chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
-    return line_text(_inside(chain)) or "unknown line"
+    return line_text(_inside(calls)) or "unknown line"
 
 
 def _unfit(precision: Variant, target: Device, batch: int) -> Estimate:
@@ -382,10 +381,7 @@ def _groups(
     """Returns kernels grouped by kind, line and scope; the most traffic first."""
     groups: dict[tuple[str, str, str], list[Kernel]] = {}
     for kernel, kind in kernels:
-        calls = frames.get(kernel.frame, ())
-        chain = _inside(
-            [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
-        )
+        chain = _inside(frames.get(kernel.frame, ()))
         path = function_path(chain).split("/")
         scope = _scope(kernel.source) or "/".join(dict.fromkeys(path))
         line = line_text(chain)
@@ -409,8 +405,9 @@ def _groups(
     return tuple(group for group in made[:top] if group.bytes > least)
 
 
-def _inside(chain: list[Frame]) -> list[Frame]:
+def _inside(calls: Frames) -> list[Frame]:
     """Returns the calls inside the step, without those around it or in Python."""
+    chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
     ours = [i for i, one in enumerate(chain) if one.file.startswith(_FOLDER)]
     inner = chain[ours[-1] + 1 :] if ours else chain
     return [one for one in inner if not one.file.startswith("<frozen ")]

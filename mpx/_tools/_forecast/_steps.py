@@ -407,14 +407,8 @@ def _lower(
 
 def _has_options(func: Callable[..., PyTree], args: Any, kwargs: Any) -> bool:
     """Returns whether a jitted function may have compiler options."""
-    arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
-
-    def call(arrays: PyTree) -> PyTree:
-        args, kwargs = eqx.combine(arrays, rest)
-        return eqx.filter(func(*args, **kwargs), eqx.is_array)
-
     try:
-        jax.eval_shape(call, arrays)
+        eqx.filter_eval_shape(func, *args, **kwargs)
     except Exception:  # JAX refuses such options inside of another function
         return True
     return False
