@@ -275,9 +275,7 @@ def _coarser(
         # Nor is an axis sharded whose last block is shorter: shards would cut blocks.
         is_even = shape[axis] % max(scales[axis], 1) == 0
         parts.append(names if is_even and scales[axis] % count == 0 else None)
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
-    )
+    return sharding.update(spec=PartitionSpec(*parts))
 
 
 def _axes(
@@ -310,6 +308,4 @@ def _like(weight: _Weight, axes: tuple[int | None, ...]) -> Sharding | None:
         return sharding
     divided = dict(enumerate(sharding.spec))
     parts = (None if axis is None else divided.get(axis) for axis in axes)
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
-    )
+    return sharding.update(spec=PartitionSpec(*parts))
