@@ -70,9 +70,7 @@ def rewrite_scan(case: Case) -> list[Value]:
     # A weight that all iterations share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
     sliced = StateOperands(
-        [v.slots for v in stacked],
-        params["length"],
-        stored=[v.stored for v in stacked],
+        [v.slots for v in stacked], params["length"], stored=[v.stored for v in stacked]
     )
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     given: list[np.dtype] = []
@@ -361,7 +359,4 @@ def _streams_into(
     return inputs(atom, False)
 
 
-REWRITES: dict[str, Rewrite] = {
-    "scan": rewrite_scan,
-    "while": rewrite_while,
-}
+REWRITES: dict[str, Rewrite] = {"scan": rewrite_scan, "while": rewrite_while}

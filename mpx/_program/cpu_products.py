@@ -533,11 +533,7 @@ def _replayed(
 
 
 def _cotangent_of_right(
-    twin: Primitive,
-    g: Array,
-    left: Array,
-    right: Any,
-    params: dict[str, Any],
+    twin: Primitive, g: Array, left: Array, right: Any, params: dict[str, Any]
 ) -> Array:
     """Returns the cotangent of the right operand, as `left` by `g`.
 

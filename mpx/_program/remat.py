@@ -138,9 +138,7 @@ class _Node:
 
 
 def kept_bytes(
-    jaxpr: Jaxpr,
-    are_free: tuple[bool, ...],
-    stored: Sequence[np.dtype | None] = (),
+    jaxpr: Jaxpr, are_free: tuple[bool, ...], stored: Sequence[np.dtype | None] = ()
 ) -> tuple[int, int]:
     """Counts the bytes of an island's residuals, and of the inputs to recompute it.
 

@@ -311,10 +311,7 @@ class Slots:
 
     @classmethod
     def of_parameter(
-        cls,
-        parameter: str,
-        source: StateRequests | State | None,
-        shape: Shape | None,
+        cls, parameter: str, source: StateRequests | State | None, shape: Shape | None
     ) -> "Slots":
         """Makes the slots of a parameter of the function.
 

@@ -143,9 +143,7 @@ def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
 
 
 def cast_function(
-    func: Callable[..., PyTree],
-    dtype: DTypeLike,
-    return_dtype: DTypeLike | None = None,
+    func: Callable[..., PyTree], dtype: DTypeLike, return_dtype: DTypeLike | None = None
 ) -> Callable[..., PyTree]:
     """Wraps a function to compute in `dtype` and return `return_dtype`.
 

@@ -284,9 +284,7 @@ def with_slots(
         histories[name] = _resized(jnp.asarray(history, jnp.float32), room)
         scales[name] = jnp.asarray(np.where(is_made, made, first), jnp.float32)
     return replace(
-        state,
-        amax_history=state.from_slots(histories),
-        scale=state.from_slots(scales),
+        state, amax_history=state.from_slots(histories), scale=state.from_slots(scales)
     )
 
 

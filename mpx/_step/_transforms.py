@@ -60,10 +60,7 @@ class Options:
 
 
 def problem_builder(
-    call: str,
-    func: Callable[..., PyTree],
-    argnums: tuple[int, ...],
-    options: Options,
+    call: str, func: Callable[..., PyTree], argnums: tuple[int, ...], options: Options
 ) -> Callable[[int], Problem]:
     """Reads the options now; the half precision datatype is read at each call."""
     if not callable(func):

@@ -28,11 +28,7 @@ Axes = tuple[int, ...]
 
 
 def resolve_axes(
-    shape: Shape,
-    axis: int | Sequence[int],
-    block: int,
-    dimensions: int,
-    caller: str,
+    shape: Shape, axis: int | Sequence[int], block: int, dimensions: int, caller: str
 ) -> Axes:
     """Returns the axes that blocks are along, negative and ascending.
 
@@ -110,10 +106,7 @@ def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
 
 
 def block_maximum(
-    x: Array,
-    axes: Axes,
-    block: int,
-    largest: Callable[..., Array] = largest_magnitude,
+    x: Array, axes: Axes, block: int, largest: Callable[..., Array] = largest_magnitude
 ) -> Array:
     """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty."""
     blocks = split(x, axes, block)

@@ -235,11 +235,7 @@ class AbstractProduct(abc.ABC):
 
     @abc.abstractmethod
     def _forward(
-        self,
-        x: Operand,
-        w: Operand,
-        extra: Extra,
-        shapes: tuple[Shape, Shape],
+        self, x: Operand, w: Operand, extra: Extra, shapes: tuple[Shape, Shape]
     ) -> Array:
         """Multiplies operands, which had these shapes before they were padded."""
 
@@ -414,11 +410,7 @@ _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 
 
 def _forward_rule(
-    product: AbstractProduct,
-    data: Array,
-    weight: Array,
-    extra: Extra,
-    besides: Besides,
+    product: AbstractProduct, data: Array, weight: Array, extra: Extra, besides: Besides
 ) -> tuple[Array, Residuals | None]:
     data, weight, scales = differentiated_once((data, weight, besides.scales))
     besides = besides._replace(scales=scales)

@@ -11,10 +11,7 @@ This folder imports nothing else of mpx, and JAX only to compile: benchmarks loa
 its path if `mpx` is another package.
 """
 
-from ._compile import (
-    Program as Program,
-    program_of as program_of,
-)
+from ._compile import Program as Program, program_of as program_of
 from ._hlo import (
     COLLECTIVES as COLLECTIVES,
     RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,

@@ -339,9 +339,7 @@ _PALLAS = (
 
 
 def _findings(
-    module: Module,
-    kernels: Sequence[tuple[Kernel, str]],
-    frames: Mapping[int, Frames],
+    module: Module, kernels: Sequence[tuple[Kernel, str]], frames: Mapping[int, Frames]
 ) -> Iterator[str]:
     """Yields what of a program is not counted, or less often than it runs."""
     every = (one for body in module.computations.values() for one in body.values())

@@ -319,11 +319,7 @@ def _by_layer(seen: Statistics, kind: str) -> Iterator[tuple[str, TensorStatisti
 
 
 def _drawn(
-    numbers: np.ndarray,
-    layers: list[str],
-    steps: list[int],
-    title: str,
-    is_share: bool,
+    numbers: np.ndarray, layers: list[str], steps: list[int], title: str, is_share: bool
 ) -> Any:
     # Not pyplot, which keeps every figure and needs a display.
     from matplotlib.figure import Figure
