@@ -211,8 +211,7 @@ class Value:
 
     def as_float32(self) -> "Value":
         """Returns a half-precision computed value, cast to be stored in float32."""
-        facts = self.facts._replace(is_stored_in_half=True)
-        return Value(self.cast(FULL), facts)
+        return Value(self.cast(FULL), self.facts._replace(is_stored_in_half=True))
 
     def offer(self, array: AnyArray) -> None:
         """Adds a cast of the array that was made elsewhere."""
@@ -234,8 +233,7 @@ class Value:
             # The first uses of a half-precision value read the array itself.
             is_first = found[0] is None and (dtype == FULL or not self.is_shared)
             is_own = is_first or self.dtype == FULL
-            array = self.array if is_own else self.cast(FULL)
-            found[:] = _converted(array, dtype), 0
+            found[:] = _converted(self.array if is_own else self.cast(FULL), dtype), 0
         found[1] += 1
         return found[0]
 

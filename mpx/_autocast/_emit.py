@@ -250,12 +250,11 @@ def _biased(case: Case) -> list[Value] | None:
     for summed, bias in pairs:
         if summed.summands:
             y, x = sorted(summed.summands[::-1], key=lambda v: v.facts.is_stream)
-            kind, dtype = properties(case.name).kind, case.settings.dtype
-            inner = case._replace(operands=[y, bias])
-            with _noted(case, Choice(kind, Reason.BETWEEN, FULL)):
-                branch = _emit_operation(inner, Choice(kind, Reason.BETWEEN, FULL))
-                branch = with_rounded_gradient(inner, branch)
-            choice = Choice(kind, Reason.STREAM, dtype)
+            kind, inner = properties(case.name).kind, case._replace(operands=[y, bias])
+            choice = Choice(kind, Reason.BETWEEN, FULL)
+            with _noted(case, choice):
+                branch = with_rounded_gradient(inner, _emit_operation(inner, choice))
+            choice = Choice(kind, Reason.STREAM, case.settings.dtype)
             with _noted(case, choice):
                 return _emit_operation(case._replace(operands=[x, *branch]), choice)
     return None
@@ -309,8 +308,7 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     A result that autocast cannot handle, such as half precision in the place of
     float64, is cast back to its declared dtype.
     """
-    operands = [v.array for v in case.operands]
-    arrays, params = rule._rewritten(case.candidate, operands)
+    arrays, params = rule._rewritten(case.candidate, [v.array for v in case.operands])
     equation = case.equation.replace(params=params)
     with rule._binding(case.candidate):
         bound = bind_equation(equation, *arrays)

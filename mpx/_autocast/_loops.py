@@ -142,8 +142,7 @@ def rewrite_while(case: Case) -> list[Value]:
         return jnp.any(going) if going.ndim else going
 
     def step(carry: PyTree) -> list[AnyArray]:
-        values = inside(for_body, carry)
-        results = evaluate(run, place, body, values, wanted)
+        results = evaluate(run, place, body, inside(for_body, carry), wanted)
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
         if not aval_of(open_jaxpr(test).outvars[0]).shape:
             return new

@@ -51,8 +51,7 @@ def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
     """Returns the mesh in an array's type; None without one."""
     if not isinstance(leaf, jax.Array):
         return None
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
+    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
     return None if mesh is None or mesh.empty else mesh
 
 
@@ -82,8 +81,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
         The results as a list, even if there is just one.
     """
     primitive = equation.primitive
-    params = primitive.get_bind_params(equation.params)
-    results = primitive.bind(*operands, **params)
+    results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
     return list(results) if primitive.multiple_results else [results]
 
 

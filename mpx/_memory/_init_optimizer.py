@@ -226,8 +226,7 @@ def _led_from(weight: Array, leaf: Array) -> Array:
     like = jnp.broadcast_to(like.astype(leaf.dtype), leaf.shape)
     # The compiler does not look through this boolean. Without the select the leaf is a
     # constant, and is replicated (jax 0.10.2, 2026-11).
-    yes = jax.lax.optimization_barrier(jnp.asarray(True))
-    return jax.lax.select(yes, leaf, like)
+    return jax.lax.select(jax.lax.optimization_barrier(jnp.asarray(True)), leaf, like)
 
 
 def _layout(

@@ -423,8 +423,7 @@ def _with_factor(factor: float) -> Primitive:
         form = functools.partial(_dot_general, says_layout)
         return multiply(form, *operands, **params)
 
-    elsewhere = functools.partial(multiply, dot_general_p.bind)
-    return _twin(dot_general_p, on_cpu, elsewhere)
+    return _twin(dot_general_p, on_cpu, functools.partial(multiply, dot_general_p.bind))
 
 
 def with_factor(equation: JaxprEqn, factor: float) -> JaxprEqn:

@@ -216,8 +216,7 @@ def check_call(
     if "flax.nnx" in sys.modules:
         _inputs.refuse_nnx((args, kwargs), call)
     _inputs.refuse_frozen_scaling(scaling, call)
-    weights = tuple(args[i] for i in problem.argnums)
-    _inputs.refuse_no_weights(weights, call)
+    _inputs.refuse_no_weights(tuple(args[i] for i in problem.argnums), call)
     if options.use_mixed_precision and not problem.allow_float16_weights:
         _inputs.refuse_half_masters(args, problem.argnums, call)
 

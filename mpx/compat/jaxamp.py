@@ -490,10 +490,8 @@ def _read(state: object) -> DynamicScalerState:
             "tracing (jit, scan, ...); it would be a constant. Pass it to that "
             "function as an argument and return the new one."
         )
-    is_float = eqx.is_inexact_array(state.scaler)
-    dtype = state.scaler.dtype if is_float else jnp.float32
-    dtypes = (jnp.int32, dtype, dtype, jnp.int32, jnp.int32)
-    pairs = zip(state, dtypes, strict=True)
+    dtype = state.scaler.dtype if eqx.is_inexact_array(state.scaler) else jnp.float32
+    pairs = zip(state, (jnp.int32, dtype, dtype, jnp.int32, jnp.int32), strict=True)
     return DynamicScalerState(*(jnp.asarray(x).astype(to) for x, to in pairs))
 
 

@@ -94,8 +94,7 @@ def split(x: Array, axes: Axes, block: int) -> Array:
     """Splits each axis of length n in two, of lengths n / block and block."""
     shape: list[int] = []
     for index, length in enumerate(x.shape):
-        cut = index - x.ndim in axes
-        shape += [length // block, block] if cut else [length]
+        shape += [length // block, block] if index - x.ndim in axes else [length]
     return x.reshape(shape)
 
 
@@ -109,8 +108,7 @@ def block_maximum(
     x: Array, axes: Axes, block: int, largest: Callable[..., Array] = largest_magnitude
 ) -> Array:
     """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty."""
-    blocks = split(x, axes, block)
-    return largest(blocks, inner_axes(x.ndim, axes))
+    return largest(split(x, axes, block), inner_axes(x.ndim, axes))
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:

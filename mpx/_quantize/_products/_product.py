@@ -222,8 +222,7 @@ class AbstractProduct(abc.ABC):
         """
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        is_wide = self.dtype == jnp.bfloat16
-        return self.dtype if is_wide else np.dtype("float32")
+        return self.dtype if self.dtype == jnp.bfloat16 else np.dtype("float32")
 
     @abc.abstractmethod
     def _axes(self, role: Role) -> tuple[int, int]:
@@ -422,8 +421,7 @@ def _forward_rule(
 def _backward_rule(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    is_for_tpu = product.target.platform == "tpu"
-    run = _inlined_backward if is_for_tpu else quantized_backward
+    run = _inlined_backward if product.target.platform == "tpu" else quantized_backward
     return run(product, kept, differentiated_once(g))
 
 

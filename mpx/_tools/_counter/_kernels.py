@@ -270,8 +270,7 @@ def _product(instruction: Instruction, home: Body) -> tuple[int, int] | None:
             return None  # a convolution, or attention in one kernel
         places = re.findall(r"\d+", found[1])
         contracted = math.prod(left[int(place)] for place in places)
-    bits = max(one.bits_each for one in operands)
-    return 2 * instruction.size * contracted, bits
+    return 2 * instruction.size * contracted, max(one.bits_each for one in operands)
 
 
 def _further(instruction: Instruction, home: Body) -> tuple[int, int] | None:

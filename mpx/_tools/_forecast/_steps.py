@@ -353,8 +353,7 @@ class ForecastStep:
             gradient: Any = gradient_function(_CALL, loss, scaling, None, True, asked)
             args, kwargs = batch
             result = gradient(model, *args, **kwargs)
-            new = optimizer_step(model, tx, state, result)
-            return (*new, result.value)
+            return (*optimizer_step(model, tx, state, result), result.value)
 
         state, scaling = eqx.filter_eval_shape(first, model, (batch, self.kwargs))
         model, batch = place(model), place((batch, self.kwargs))
