@@ -283,8 +283,7 @@ def _for_kernels(case: Case) -> list[Value]:
     Otherwise the backward pass would save them in float32.
     """
     program, settings = program_of(case.equation), case.settings
-    names = {e.primitive.name for e in distinct_equations(program)}
-    if "pallas_call" not in names:
+    if "pallas_call" not in {e.primitive.name for e in distinct_equations(program)}:
         return case.operands
     are_declared = tuple(v.facts.is_declared for v in case.operands)
     ahead = demands_of(case.run, settings, program, are_declared, case.demands)

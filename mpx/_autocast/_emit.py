@@ -163,8 +163,7 @@ def _parts(
     run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Var]
 ) -> Sequence[JaxprEqn | Island]:
     """Returns the equations of a program, with islands grouped."""
-    is_whole = place.has_own_rule or place.is_recomputed
-    if is_whole or place.settings.residuals is None:
+    if place.has_own_rule or place.is_recomputed or place.settings.residuals is None:
         return jaxpr.eqns
     words = ("small", "loops") if place.is_in_loop else ("small",)
 

@@ -302,8 +302,7 @@ def _axes(
 def _like(weight: _Weight, axes: tuple[int | None, ...]) -> Sharding | None:
     """Returns the sharding of an array that has these axes of a weight."""
     sharding = weight.sharding
-    is_whole = axes == (*range(weight.array.ndim),)
-    if is_whole or not isinstance(sharding, NamedSharding):
+    if axes == (*range(weight.array.ndim),) or not isinstance(sharding, NamedSharding):
         return sharding
     divided = dict(enumerate(sharding.spec))
     parts = (None if axis is None else divided.get(axis) for axis in axes)

@@ -200,8 +200,7 @@ def _refuse_policy(policy: object, call: str) -> None:
             f"`amp_policy` of {call} must be a dictionary; got {describe(policy)}."
         )
     for key, function in policy.items():
-        is_key = isinstance(key, str | core.Primitive)
-        if not is_key or not callable(function):
+        if not isinstance(key, str | core.Primitive) or not callable(function):
             raise TypeError(
                 f"`amp_policy` of {call} must map primitives (`jax.lax.add_p`) and "
                 f"names of scopes to policy functions; got {key!r}: {function!r}."

@@ -111,8 +111,7 @@ def phase_of(cause: Cause) -> str:
     bad = [step.results[k] for k in cause.results] or [cause.value]
     if not graph.forward.isdisjoint(bad):
         return "forward"
-    entries = (*step.place.scopes, *scopes(step.equation))
-    if phase(entries) != "recompute":
+    if phase((*step.place.scopes, *scopes(step.equation))) != "recompute":
         return "backward"
     forward = (s for s in graph.steps if not graph.forward.isdisjoint(s.results))
     # A derivative in a checkpoint has the same scopes as a recomputed operation.

@@ -210,9 +210,8 @@ def _fusion_bytes(
         for one in reversed(body.values()):  # users come after what they use
             size, total = one.size, 0
             for user in users[one.name]:
-                is_lookup = gathers and user.opcode == "gather"
-                is_read = is_lookup and user.operands[0] == one.name
-                if is_read or user.opcode in _PARTS:
+                is_table = user.opcode == "gather" and user.operands[0] == one.name
+                if user.opcode in _PARTS or (gathers and is_table):
                     total += user.size
                 elif user.opcode in _ELEMENTWISE and user.size == size:
                     total += found[user.name]
@@ -257,8 +256,7 @@ def _read_inside(module: Module, fusion: Instruction, name: str) -> int:
 
 def _product(instruction: Instruction, home: Body) -> tuple[int, int] | None:
     """Returns the operations of a matmul, and the bits of its widest operand."""
-    is_call = instruction.target.startswith(_LIBRARY)
-    if instruction.opcode != "dot" and not is_call:
+    if instruction.opcode != "dot" and not instruction.target.startswith(_LIBRARY):
         return None
     operands = [home[one].results[0] for one in instruction.operands[:2]]
     left = operands[0].shape

@@ -63,8 +63,7 @@ Frames = Sequence[tuple[str, str, int]]
 
 def kind_of(kernel: Kernel, frames: Frames) -> str:
     """Returns the kind of a kernel, in a word."""
-    opcode = kernel.opcode.removesuffix("-start")
-    if opcode in (*COLLECTIVES, "send", "recv"):
+    if kernel.opcode.removesuffix("-start") in (*COLLECTIVES, "send", "recv"):
         return COLLECTIVE
     if kernel.matmuls:
         return _MATMUL.format(kernel.bits)
@@ -180,9 +179,8 @@ def temporaries_by_part(
         total: The bytes of temporaries that the compiler reports.
         weight_sizes: The bytes of weights, in each width that they occur in.
     """
-    alive = _at_peak(module, module.entry)
     parts = {ACTIVATIONS: 0, GRADIENTS: 0}
-    for buffer in alive:
+    for buffer in _at_peak(module, module.entry):
         part = _part(buffer, weight_sizes)
         if part in parts:
             parts[part] += buffer.size

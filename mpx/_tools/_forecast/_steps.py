@@ -317,8 +317,7 @@ class ForecastStep:
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
         func: Any = self.func
-        is_equinox = type(func).__module__.startswith("equinox")
-        if is_equinox and hasattr(func, "lower"):
+        if type(func).__module__.startswith("equinox") and hasattr(func, "lower"):
             func = func.__wrapped__  # the `lower` of `eqx.filter_jit` takes no shapes
         parts = {"weights": _size(args[0]), "optimizer": 0}
         parts["other arguments"] = _size((args[1:], kwargs))
