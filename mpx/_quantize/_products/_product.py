@@ -388,16 +388,8 @@ def quantized_forward(
     is_on_cpu = product.target.platform == "cpu"
     if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
-    kept = Residuals(
-        kept_data,
-        kept_weight,
-        extra,
-        scales,
-        step,
-        (data_amax, weight_amax),
-        like_data,
-        like_weight,
-    )
+    amaxes, like = (data_amax, weight_amax), (like_data, like_weight)
+    kept = Residuals(kept_data, kept_weight, extra, scales, step, amaxes, *like)
     return y, as_bits(kept) if is_on_cpu else kept
 
 

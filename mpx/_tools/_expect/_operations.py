@@ -117,17 +117,9 @@ def products(module: Module) -> list[Operation]:
         depth = _depth(instruction, operands)
         size = math.prod(instruction.results[0].shape)
         kind = "scaled dot" if is_scaled else instruction.opcode
-        found.append(
-            Operation(
-                kind,
-                operands,
-                instruction.results,
-                _full_name(instruction, prefix),
-                _source(module, instruction),
-                times,
-                2 * size * depth * times,
-            )
-        )
+        types = operands, instruction.results
+        where = _full_name(instruction, prefix), _source(module, instruction)
+        found.append(Operation(kind, *types, *where, times, 2 * size * depth * times))
     return found
 
 
