@@ -8,9 +8,9 @@ module has besides
 * if need be `compile(lowered, fields)`, which may say more than a count, and
   `more_records()`.
 
-Of what is *measured*, a module has `requests(options, found)` for workers, and a
-`measure(request)` that runs in one and yields `{"run": record}`. The workers of a
-request with `sides` take turns, answer by answer. If it `TRAINS`,
+Of what is *measured*, a module has `measure(request)`, which runs in a worker and
+yields `{"run": record}`; and `requests(options, found)`, unless one empty request is
+all. The workers of a request with `sides` take turns, answer by answer. If it `TRAINS`,
 compiled programs are kept on disk; if `FOR_CUDA`, it compiles for GPUs, which
 `COMPILED_FOR` names where nothing is measured at all.
 """
@@ -20,8 +20,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +160,8 @@ class Session:
             worker["libraries"] = peers.prepare_cuda(self.cuda, self.console.print)
         if getattr(part, "TRAINS", False):
             worker |= self._training()
-        for request in part.requests(options, found):
+        make = getattr(part, "requests", lambda *_: [{}])
+        for request in make(options, found):
             sides = request.pop("sides", None) or [request.get("side", "ours")]
             worker["turns"] = len(sides) > 1
             workers = {
@@ -191,7 +190,7 @@ class Session:
         return 0 if all(goal.met for goal in self.goals) else 1
 
     def _results(self, name: str, device: str = "") -> results.Results:
-        device = device or f"measured on {_processor()}"
+        device = device or f"measured on {cpu.processor()}"
         return results.Results(name, self.command, device)
 
     def _has_libtpu(self) -> bool:
@@ -216,13 +215,3 @@ class Session:
             path = self.out / f"{found.name}.png"
             PARTS[found.name][0].picture(found, path)
             self.console.print(f"Picture {path}")
-
-
-def _processor() -> str:
-    """The processor in words, and how many of its cores this process may use."""
-    name, about = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    for line in about.read_text().splitlines() if about.is_file() else ():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
-    return f"{os.cpu_count()} cores of {name}"

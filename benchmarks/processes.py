@@ -23,13 +23,8 @@ Side = Literal["ours", "newest", "peers", "torch"]
 MADE = {side: REPOSITORY / f".venv-{side}" for side in ("newest", "torch")}
 
 # Variables that would change what is compiled, or whose packages are imported.
-_CLEARED = (
-    "PYTHONPATH",
-    "XLA_FLAGS",
-    "JAX_PLATFORMS",
-    "JAX_PLATFORM_NAME",
-    "TPU_LIBRARY_PATH",
-)
+_CLEARED = ("PYTHONPATH", "XLA_FLAGS", "TPU_LIBRARY_PATH")
+_CLEARED += ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 
 # No chip is opened: ask no metadata server, share the library freely.
 _COMPILE_ONLY = {

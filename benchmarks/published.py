@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .models.layers import inner_product
 from .results import Results
 from .tables import Goal, Table, ratio
 
@@ -60,12 +61,6 @@ _GEMMS = ((_WIDTH, 3 * _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, _HIDDEN), (_HIDDEN, _
 
 
 FOR_CUDA, COMPILED_FOR = True, "NVIDIA H100, H200, B200, B300"
-
-
-def requests(options: Any, found: Results) -> list[dict[str, Any]]:
-    """One, for all."""
-    del options, found
-    return [{}]
 
 
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -118,10 +113,6 @@ def _shape(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _with_gradient(y: Any, gradient: Any) -> Any:
-    return jnp.sum((y * gradient.astype(y.dtype)).astype(jnp.float32))
-
-
 def _gemm_shapes() -> Any:
     arrays = [{"x": _shape(_TOKENS, k), "w": _shape(k, n)} for k, n in _GEMMS]
     return arrays, [_shape(_TOKENS, n) for _, n in _GEMMS]
@@ -130,7 +121,7 @@ def _gemm_shapes() -> Any:
 def _gemms(arrays: Any, gradients: Any) -> Any:
     # What is negated is no weight: inputs are among what is differentiated.
     results = [(-one["x"]) @ one["w"] for one in arrays]
-    return sum(map(_with_gradient, results, gradients)), results
+    return sum(map(inner_product, results, gradients)), results
 
 
 def _expert_shapes(experts: int, rows: int, width: int, hidden: int) -> Any:
@@ -143,7 +134,7 @@ def _experts(arrays: Any, gradient: Any) -> Any:
     x, each = -arrays["x"], jax.vmap(jnp.matmul)
     hidden = jax.nn.silu(each(x, arrays["gate"])) * each(x, arrays["up"])
     y = each(hidden, arrays["down"])
-    return _with_gradient(y, gradient), y
+    return inner_product(y, gradient), y
 
 
 def _llama(precision: str, target: str, devices: int) -> Any:

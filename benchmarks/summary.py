@@ -91,18 +91,13 @@ H100_MLP, B200_MLP = (
     for target in ("H100", "B200")
 )
 _PEERS = {"Flax": "Flax fp8", "Qwix": "Qwix fp8"}
+_MPX = {"published MPX": "MPX bfloat16"}
 # Precision, step, our arm, others by name, and the arm of `recipes` with its loss.
 ROWS: tuple[tuple[str, Step, str, dict[str, str], str], ...] = (
     ("FP8, delayed", LLAMA, "delayed", _PEERS, "delayed"),
     ("FP8, delayed", SCAN, "16 bits", {}, ""),
     ("bfloat16", LLAMA, "bfloat16", {}, "bfloat16"),
-    (
-        "bfloat16",
-        VIT,
-        "autocast bfloat16",
-        {"published MPX": "MPX bfloat16"},
-        "bfloat16",
-    ),
+    ("bfloat16", VIT, "autocast bfloat16", _MPX, "bfloat16"),
     ("bfloat16", TPU, "nothing set", {"float32": "float32"}, recipes.ON_TPU),
     ("FP8, delayed", H100_MLP, "delayed", _PEERS, "delayed"),
     ("MXFP8", B200_MLP, "mxfp8", {"JAX MXFP8": "jax.nn MXFP8"}, "mxfp8"),
@@ -171,16 +166,10 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
     """Bars of the table's shares; ours in colour."""
     import matplotlib.pyplot as plt
 
-    style = {
-        "text.color": colours["text"],
-        "axes.edgecolor": colours["grid"],
-        "axes.facecolor": colours["face"],
-        "figure.facecolor": colours["face"],
-        "axes.labelcolor": colours["text"],
-        "xtick.color": colours["text"],
-        "ytick.color": colours["text"],
-        "font.size": 9,
-    }
+    of_text = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
+    style = dict.fromkeys(of_text, colours["text"]) | {"font.size": 9}
+    style |= dict.fromkeys(("axes.facecolor", "figure.facecolor"), colours["face"])
+    style["axes.edgecolor"] = colours["grid"]
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, 3, figsize=(10, 2.4), layout="constrained")
         for axis, (step, arms, key, title) in zip(axes, _PANELS, strict=True):

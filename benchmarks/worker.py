@@ -27,19 +27,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _PACKAGES = (
-    "jax",
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "libtpu",
-    "equinox",
-    "optax",
-    "flax",
-    "qwix",
-    "mixed-precision-for-JAX",
-    "jmp",
-    "torch",
-)
+    "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu equinox optax flax qwix "
+    "mixed-precision-for-JAX jmp torch"
+).split()
 
 
 def _add_package(name: str) -> None:

@@ -249,8 +249,7 @@ class StoredWeight(Whole):
         is_near = jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2**-10)
         if known is None:
             return is_near
-        largest = self.quantized.format.largest
-        is_cut = jnp.abs(payload.astype(_FLOAT32)) == largest
+        is_cut = jnp.abs(payload.astype(_FLOAT32)) == self.quantized.format.largest
         is_beyond = (jnp.abs(x) > jnp.abs(number)) & (jnp.sign(x) == jnp.sign(number))
         return is_near | (is_cut & is_beyond & self._is_written(known))
 

@@ -119,8 +119,7 @@ def _sent(
 
 
 def _has_explicit_axes(x: AnyArray) -> bool:
-    mesh = jax.typeof(x).sharding.mesh
-    return bool(mesh.explicit_axes)
+    return bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
 def cast_where_it_lies(weight: AnyArray, dtype: np.dtype) -> AnyArray:

@@ -66,12 +66,7 @@ class Compiler:
                     if on == target
                 ),
             }
-            answers = processes.ask(
-                side,
-                request,
-                self.peers,
-                libraries=self.libraries,
-            )
+            answers = processes.ask(side, request, self.peers, libraries=self.libraries)
             versions = next(answers)["versions"]
             found.versions[side] = versions
             by = results.compiler(versions, TARGETS[target].platform)

@@ -66,12 +66,11 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, int]:
 def operand_and_result_bytes(text: str) -> int:
     """Bytes that the kernels of an optimized HLO module read and write."""
 
-    def size(instruction: Any, shapes: dict[str, str]) -> int:
-        total = counter.bytes_of_shape(instruction.shape)
+    def size(instruction: Any, body: dict[str, Any]) -> int:
         if instruction.opcode in counter.RESULT_HOLDS_OPERANDS:
-            return total
-        operands = [shapes[one] for one in instruction.operands if one in shapes]
-        return total + sum(map(counter.bytes_of_shape, operands))
+            return instruction.bytes
+        operands = (body[one] for one in instruction.operands if one in body)
+        return instruction.bytes + sum(one.bytes for one in operands)
 
     kernels = counter.parse(text).kernels(size)
     return sum(times * size(*run) for *run, times in kernels)

@@ -85,8 +85,8 @@ def products_of(text: str) -> int:
         instruction.opcode in _PRODUCTS
         or 'custom_call_target="__cublas' in instruction.line
         or 'custom_call_target="__cudnn' in instruction.line
-        for _, _, body in counter.computations(text)
-        for instruction in body
+        for body in counter.parse(text).computations.values()
+        for instruction in body.values()
     )
 
 

@@ -21,15 +21,8 @@ from .program import anywhere, compile as compile
 FLOAT32, DEFAULT, FULL = "float32", "nothing set", "full stream"
 BY_LOSS, UNCHECKED, CURRENT = "by the loss", "unchecked", whole_steps.CURRENT
 ARMS = (FLOAT32, NAIVE, DEFAULT, FULL, BY_LOSS, UNCHECKED)
-_8_BITS = (
-    NAIVE,
-    DEFAULT,
-    whole_steps.DELAYED,
-    CURRENT,
-    whole_steps.BY_HAND,
-    FLAX,
-    QWIX,
-)
+_BY_OTHERS = (whole_steps.BY_HAND, FLAX, QWIX)
+_8_BITS = (NAIVE, DEFAULT, whole_steps.DELAYED, CURRENT, *_BY_OTHERS)
 _F32, _HALF = (f", scores in {one}" for one in SCORES)
 _LLAMA, _SCAN, VIT = "Llama of 2", "Llama of 4 in a scan", "desktop ViT"
 WHAT = ("memory", "traffic", "all")
@@ -93,14 +86,14 @@ def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:
     """The dtypes of operands and result of each matmul or convolution that runs."""
-    for one, shapes, times in runs:
+    for one, body, times in runs:
         if one.opcode in ("convolution", "dot"):
-            left, right = (shapes[name].partition("[")[0] for name in one.operands)
+            left, right = (body[name].results[0].kind for name in one.operands)
             yield from [f"{left} x {right} > {one.results[0].kind}"] * times
         for name in one.runs:
-            body = module.computations[name]
-            inside = {each.name: each.shape for each in body}
-            yield from _products(module, ((each, inside, times) for each in body))
+            inside = module.computations[name]
+            inner = ((each, inside, times) for each in inside.values())
+            yield from _products(module, inner)
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,18 +81,19 @@ class Order:
         return again
 
 
-def llama(sizes: Sizes, order: Order) -> Model:
-    """Cross entropy of the next token."""
-
-    def block(layers: Layers, x: Array) -> Array:
-        return _llama_block(layers, x, sizes)
+def of_tokens(sizes: Sizes, order: Order, block: Block) -> Model:
+    """Cross entropy of the next token, by blocks."""
 
     def loss(layers: Layers, tokens: Array) -> Array:
-        x = embed(layers, tokens, sizes)
-        x = order.run(layers, sizes.layers, block, x)
+        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
         return next_token_loss(layers, x, tokens, sizes)
 
     return loss
+
+
+def llama(sizes: Sizes, order: Order) -> Model:
+    """Blocks of attention with rotary positions, and a gated MLP."""
+    return of_tokens(sizes, order, functools.partial(_llama_block, sizes=sizes))
 
 
 def embed(layers: Layers, tokens: Array, sizes: Sizes) -> Array:
@@ -131,7 +133,6 @@ def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 
 def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
-    """Attention with rotary positions, and a gated MLP."""
     x = x + attention(layers, x, sizes)
     normed = rms_norm(layers, "mlp_norm", x)
     gate = layers.dense("gate", normed, sizes.hidden)
@@ -144,15 +145,21 @@ def _heads(x: Array, sizes: Sizes) -> Array:
 
 
 def _attend(
-    layers: Layers, query: Array, key: Array, value: Array, sizes: Sizes
+    layers: Layers,
+    query: Array,
+    key: Array,
+    value: Array,
+    sizes: Sizes,
+    is_causal: bool = True,
 ) -> Array:
-    """Causal attention of [batch, length, heads, size], its heads joined."""
+    """Attention of [batch, length, heads, size], its heads joined."""
     batch, length, _, size = query.shape
     if sizes.kernel:
         return layers.attend(query, key, value).reshape(batch, length, -1)
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    full = jnp.where(mask, logits.astype(jnp.float32), -jnp.inf)
+    mask = jnp.tril(jnp.ones((length, length), bool)) if is_causal else None
+    full = logits.astype(jnp.float32)
+    full = full if mask is None else jnp.where(mask, full, -jnp.inf)
     weights = jax.nn.softmax(full).astype(value.dtype)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return mixed.reshape(batch, length, -1)
@@ -179,9 +186,7 @@ def rotary(x: Array) -> Array:
 
 def gpt(sizes: Sizes, order: Order) -> Model:
     """The same, with learned positions; the embedding is the weight of the logits."""
-
-    def block(layers: Layers, x: Array) -> Array:
-        return _gpt_block(layers, x, sizes)
+    block = functools.partial(gpt_block, sizes=sizes)
 
     def loss(layers: Layers, tokens: Array) -> Array:
         length = tokens.shape[1] - 1
@@ -193,12 +198,12 @@ def gpt(sizes: Sizes, order: Order) -> Model:
     return loss
 
 
-def _gpt_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
+def gpt_block(layers: Layers, x: Array, sizes: Sizes, is_causal: bool = True) -> Array:
     """Attention, whose query, key and value are one product, and an MLP with gelu."""
     normed = layer_norm(layers, "attention_norm", x)
     joined = jnp.split(layers.dense("qkv", normed, 3 * sizes.width), 3, axis=-1)
     query, key, value = (_heads(one, sizes) for one in joined)
-    mixed = _attend(layers, query, key, value, sizes)
+    mixed = _attend(layers, query, key, value, sizes, is_causal)
     x = x + layers.dense("out", mixed, sizes.width)
     hidden = layers.dense("up", layer_norm(layers, "mlp_norm", x), sizes.hidden)
     return x + layers.dense("down", jax.nn.gelu(hidden), sizes.width)

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ..steps import LEARNING_RATE, ArrayStep, is_array
+from .arranged import cross_entropy
 
 WIDTH, HIDDEN, HEADS, BLOCKS = 768, 3072, 12, 2
 CONTEXT, BYTES, BATCH = 64, 256, 64
@@ -192,11 +193,7 @@ def loss_in(layout: Layout, mesh: Mesh, sizes: Sizes, specs: Any) -> Callable[..
                 x = apply(x, weights, weight_specs)
         scale = _gathered(params["norm"], specs["norm"], layout, mesh)
         head = _gathered(params["head"], specs["head"], layout, mesh)
-        logits = (_norm(x) * scale) @ head
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), texts[:, 1:]
-        )
-        return jnp.mean(losses)
+        return cross_entropy((_norm(x) * scale) @ head, texts[:, 1:])
 
     if not layout.is_mapped:
         return local

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from ..steps import LEARNING_RATE, Arm, ArrayStep, built as build, known_arms
-from .arranged import Model, cross_entropy, embed, layer_norm
+from .arranged import Model, Sizes, cross_entropy, embed, gpt_block, layer_norm
 from .various import lstm_layer
 from .weights import Layers, Weights, random_weights
 
@@ -64,26 +64,10 @@ def vit(sizes: Any) -> Model:
 
 
 def _blocks(layers: Layers, x: Array, sizes: Any, is_causal: bool) -> Array:
-    for index in range(sizes.layers):
-        part = layers.at(f"block{index}")
-        normed = layer_norm(part, "attention_norm", x)
-        mixed = _attention(part, normed, sizes.heads, is_causal)
-        x = x + part.dense("out", mixed, sizes.width)
-        hidden = part.dense("up", layer_norm(part, "mlp_norm", x), sizes.hidden)
-        x = x + part.dense("down", jax.nn.gelu(hidden), sizes.width)
+    of = Sizes(sizes.width, sizes.hidden, sizes.classes, sizes.layers, sizes.heads)
+    for index in range(of.layers):
+        x = gpt_block(layers.at(f"block{index}"), x, of, is_causal)
     return x
-
-
-def _attention(layers: Layers, x: Array, heads: int, is_causal: bool) -> Array:
-    joined = jnp.split(layers.dense("qkv", x, 3 * x.shape[-1]), 3, axis=-1)
-    query, key, value = (one.reshape(*x.shape[:2], heads, -1) for one in joined)
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-    logits = logits.astype(jnp.float32)
-    if is_causal:
-        mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-        logits = jnp.where(mask, logits, -jnp.inf)
-    shares = jax.nn.softmax(logits).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", shares, value).reshape(x.shape)
 
 
 def resnet(sizes: Any) -> Model:

@@ -11,11 +11,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
 
 from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, built
 from . import transformers
+from .arranged import cross_entropy
 from .problems import PROBLEMS
 
 # Which ViTs there are: the problem, the dropout, and whether a token of its own is what
@@ -125,21 +125,14 @@ def _gpt(arm: Arm, case: Case, key: Any) -> transformers.GPT:
 
 def _vit_loss(model: Any, batch: Any) -> jax.Array:
     images, labels = batch
-    return _cross_entropy(jax.vmap(model)(images), labels)
+    return cross_entropy(jax.vmap(model)(images), labels)
 
 
 def _dropping_loss(model: Any, batch: Any) -> jax.Array:
     images, labels = batch
     keys = jax.random.split(jax.random.key(0), len(labels))
-    return _cross_entropy(jax.vmap(model)(images, keys), labels)
+    return cross_entropy(jax.vmap(model)(images, keys), labels)
 
 
 def _gpt_loss(model: Any, texts: Any) -> jax.Array:
-    return _cross_entropy(jax.vmap(model)(texts[:, :-1]), texts[:, 1:])
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
-    )
-    return jnp.mean(losses)
+    return cross_entropy(jax.vmap(model)(texts[:, :-1]), texts[:, 1:])

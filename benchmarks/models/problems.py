@@ -10,7 +10,8 @@ class Problem:
     """A model and the images it is trained on (paper, section 5).
 
     Attributes:
-        title: for tables and pictures.
+        name: of the model, for tables and pictures.
+        images: their name.
         image_shape: height, width, channels.
         classes: number of logits.
         width: features of a token.
@@ -19,7 +20,8 @@ class Problem:
         patch: side of a patch in pixels.
     """
 
-    title: str
+    name: str
+    images: str
     image_shape: tuple[int, int, int]
     classes: int
     width: int
@@ -27,34 +29,16 @@ class Problem:
     heads: int
     patch: int
 
+    @property
+    def title(self) -> str:
+        """The model and its images in words."""
+        sizes = f"width {self.width}, hidden {self.hidden}"
+        return f"{self.name} ({sizes}) on {self.images}"
+
 
 PROBLEMS = {
-    "desktop": Problem(
-        "desktop ViT (width 256, hidden 800) on CIFAR-100",
-        image_shape=(32, 32, 3),
-        classes=100,
-        width=256,
-        hidden=800,
-        heads=4,
-        patch=4,
-    ),
-    "base": Problem(
-        "ViT-Base (width 768, hidden 3072) on ImageNet",
-        image_shape=(224, 224, 3),
-        classes=1000,
-        width=768,
-        hidden=3072,
-        heads=12,
-        patch=16,
-    ),
+    "desktop": Problem("desktop ViT", "CIFAR-100", (32, 32, 3), 100, 256, 800, 4, 4),
+    "base": Problem("ViT-Base", "ImageNet", (224, 224, 3), 1000, 768, 3072, 12, 16),
     # Not of the paper: small enough to train here, for tests.
-    "tiny": Problem(
-        "tiny ViT (width 16, hidden 32) on 8x8 images",
-        image_shape=(8, 8, 1),
-        classes=10,
-        width=16,
-        hidden=32,
-        heads=2,
-        patch=4,
-    ),
+    "tiny": Problem("tiny ViT", "8x8 images", (8, 8, 1), 10, 16, 32, 2, 4),
 }

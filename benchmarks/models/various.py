@@ -23,6 +23,7 @@ from .arranged import (
     embed,
     head,
     next_token_loss,
+    of_tokens,
     rms_norm,
 )
 from .weights import Layers
@@ -78,11 +79,7 @@ def state_space(sizes: Sizes, order: Order, full: Any = None) -> Model:
         gated = states * jax.nn.silu(gate)
         return x + layers.dense("out", gated.astype(x.dtype), sizes.width)
 
-    def loss(layers: Layers, tokens: Any) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
-
-    return loss
+    return of_tokens(sizes, order, block)
 
 
 # How many there are, and how many each token takes.
@@ -126,11 +123,7 @@ def experts(sizes: Sizes, order: Order, mix: Any = _by_ragged_dot) -> Model:
         x = x + attention(layers, x, sizes)
         return x + mix(layers, rms_norm(layers, "norm", x), sizes)
 
-    def loss(layers: Layers, tokens: Any) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
-
-    return loss
+    return of_tokens(sizes, order, block)
 
 
 # --- Of images ------------------------------------------------------------------------

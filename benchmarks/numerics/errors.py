@@ -117,18 +117,12 @@ def products_of(recipe: Any) -> Callable[..., Any]:
     return delayed
 
 
-def requests(options: Any, found: Results) -> list[dict[str, Any]]:
-    """One, for all."""
-    del options, found
-    return [{"seeds": SEEDS}]
-
-
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields one answer per data and seed; runs in a worker."""
     known = recipes()
     products = {arm: products_of(known.get(arm)) for arm in ARMS}
     techniques = {arm: technique_of(known[arm]) for arm in WITH_TECHNIQUES}
-    for seed in range(request["seeds"]):
+    for seed in range(SEEDS):
         for kind in DATA:
             arrays, before = draw(kind, seed), draw(kind, SEEDS + seed)
             expected = exact(*arrays)

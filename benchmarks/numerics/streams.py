@@ -26,12 +26,6 @@ SEEDS = 3
 WIDTH, HEADS, TOKENS, ROWS, WORDS = 128, 4, 64, 4, 256
 
 
-def requests(options: Any, found: Results) -> list[dict[str, Any]]:
-    """One, for all."""
-    del options, found
-    return [{"seeds": SEEDS}]
-
-
 def parameters(layers: int, seed: int) -> dict[str, Any]:
     """Weights of a model, normal, smaller where the stream is added to."""
     import jax
@@ -109,7 +103,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             arm: jax.jit(jax.grad(loss)).lower(*shapes).compile(options)
             for arm, loss in {"exact": plain, **losses}.items()
         }
-        for seed in range(request["seeds"]):
+        for seed in range(SEEDS):
             weights = parameters(layers, seed)
             flat = {
                 arm: np.concatenate(

@@ -24,15 +24,7 @@ _CONSTRAINTS = (
     REPOSITORY / "constraints.txt",
     Path(__file__).resolve().parent / "constraints.txt",
 )
-_PACKAGES = (
-    "mixed-precision-for-JAX",
-    "jmp",
-    "jax",
-    "equinox",
-    "optax",
-    "flax",
-    "qwix",
-)
+_PACKAGES = tuple("mixed-precision-for-JAX jmp jax equinox optax flax qwix".split())
 
 
 @dataclasses.dataclass(frozen=True)

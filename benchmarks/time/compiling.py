@@ -26,12 +26,6 @@ LIMIT = 7.0
 FOR_CUDA = True
 
 
-def requests(options: Any, found: Results) -> list[dict[str, Any]]:
-    """One, for all."""
-    del options, found
-    return [{"rounds": ROUNDS}]
-
-
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields a record for every target and arm, with the CPU seconds of all rounds."""
     import mpx
@@ -47,7 +41,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 step = whole_steps.build(case, devices)
                 lowered[arm] = step.jitted().lower(step.state, step.batch)
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-        for index in range(request["rounds"] + 1):
+        for index in range(ROUNDS + 1):
             for arm, program in lowered.items():
                 gc.collect()
                 start = time.process_time()

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 import os
+import platform
 import statistics
 import subprocess
 import time
@@ -114,18 +115,28 @@ BESIDE_PYTORCH = {"mlp": 0.9, "gpt": 1.3}
 # --- Measuring ------------------------------------------------------------------------
 
 
-def about(command: str) -> dict[str, Any]:
-    """This CPU, what ran on it before, and of which commit this is."""
+def _info() -> dict[str, str]:
+    """What Linux knows of this CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     pairs = [one.partition(":") for one in lines]
-    found = {name.strip(): value.strip() for name, _, value in pairs}
-    words = found.get("flags", "").split()
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def processor() -> str:
+    """The processor in words, and how many cores it has."""
+    name = _info().get("model name") or platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def about(command: str) -> dict[str, Any]:
+    """This CPU, what ran on it before, and of which commit this is."""
+    words = _info().get("flags", "").split()
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "units": "amx_bf16" in words,
-        "cpu": f"{os.cpu_count()} cores of {found.get('model name', 'an unknown CPU')}",
+        "cpu": processor(),
         "flags": [flag for flag in FLAGS.split() if flag in words],
         "load": os.getloadavg()[0],
         "commit": commit or "unknown",

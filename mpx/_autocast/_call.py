@@ -205,8 +205,7 @@ def call_with_masters(
 
     run = Run(settings, _REWRITES, Uses.of(settings))
     run.scale = known_scale()
-    make = jax.make_jaxpr
-    return _call(lambda _: run, func, tuple(args), kwargs, value, make)[0]
+    return _call(lambda _: run, func, tuple(args), kwargs, value, jax.make_jaxpr)[0]
 
 
 def call_as_written(

@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
 
 from .._base.dtypes import HALF
-from .._base.jax_compat import is_for_tpu, scope_names
+from .._base.jax_compat import scope_names
 from .._base.typing import AnyArray, Aval, Shape
 from .._program import FEW_USES, DataScope, avals
 from .._quantize import AbstractRecipe, QuantizedArray
@@ -211,8 +211,7 @@ class Value:
 
     def as_float32(self) -> "Value":
         """Returns a half-precision computed value, cast to be stored in float32."""
-        facts = self.facts._replace(is_stored_in_half=True)
-        return Value(self.cast(FULL), facts)
+        return Value(self.cast(FULL), self.facts._replace(is_stored_in_half=True))
 
     def offer(self, array: AnyArray) -> None:
         """Adds a cast of the array that was made elsewhere."""
@@ -234,8 +233,7 @@ class Value:
             # The first uses of a half-precision value read the array itself.
             is_first = found[0] is None and (dtype == FULL or not self.is_shared)
             is_own = is_first or self.dtype == FULL
-            array = self.array if is_own else self.cast(FULL)
-            found[:] = _converted(array, dtype), 0
+            found[:] = _converted(self.array if is_own else self.cast(FULL), dtype), 0
         found[1] += 1
         return found[0]
 
@@ -301,8 +299,7 @@ def _fill(number: np.ndarray) -> float | None:
 
 def is_tpu(settings: Settings) -> bool:
     """Returns whether programs under these settings are compiled for a TPU."""
-    target = settings.target
-    return is_for_tpu() if target is None else target.platform == "tpu"
+    return settings.device.platform == "tpu"
 
 
 # --- Places and runs ------------------------------------------------------------------

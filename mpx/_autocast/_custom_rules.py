@@ -102,8 +102,7 @@ class _OwnRule:
         """Calls the new function, and returns the values of its results."""
         arrays = function(*(v.array for v in case.operands), *more)
         assert self._result_facts is not None
-        pairs = zip(arrays, self._result_facts, strict=True)
-        return [Value(x, f) for x, f in pairs]
+        return [Value(x, f) for x, f in zip(arrays, self._result_facts, strict=True)]
 
     def evaluated(
         self, program: Program, values: list[Value], wanted: Wanted
@@ -284,8 +283,7 @@ def _for_kernels(case: Case) -> list[Value]:
     Otherwise the backward pass would save them in float32.
     """
     program, settings = program_of(case.equation), case.settings
-    names = {e.primitive.name for e in distinct_equations(program)}
-    if "pallas_call" not in names:
+    if "pallas_call" not in {e.primitive.name for e in distinct_equations(program)}:
         return case.operands
     are_declared = tuple(v.facts.is_declared for v in case.operands)
     ahead = demands_of(case.run, settings, program, are_declared, case.demands)
@@ -305,14 +303,12 @@ def _traced_forward(
     trees: list[Any] = []
 
     def declared(*args: PyTree) -> PyTree:
-        given = (args[i] for i in active)
-        out, pullback = jax.vjp(own.bound(args, active), *given)
+        out, pullback = jax.vjp(own.bound(args, active), *(args[i] for i in active))
         residuals, tree = jax.tree.flatten(pullback)
         trees[:] = [tree]
         return out, residuals
 
-    types = _retyped(arrays, avals(own.equation.invars))
-    return own.traced(declared, *types), trees[0]
+    return own.traced(declared, *_retyped(arrays, avals(own.equation.invars))), trees[0]
 
 
 def _traced_backward(own: _OwnRule, saved: "_Saved", cotangents: PyTree) -> ClosedJaxpr:

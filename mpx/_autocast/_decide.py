@@ -301,8 +301,7 @@ def _choose_elementwise(case: Case) -> Choice:
         declared = aval_of(case.equation.outvars[0]).dtype
         if declared != FULL:
             return Choice(kind, Reason.STREAM, declared)
-        is_half_stream = case.settings.has_half_stream
-        if is_half_stream and _adds_to_stream(case, values):
+        if case.settings.has_half_stream and _adds_to_stream(case, values):
             return Choice(kind, Reason.STREAM, case.settings.dtype)
     halves = {v.dtype for v in values if v.dtype != FULL}
     half = next(iter(halves), case.settings.dtype)

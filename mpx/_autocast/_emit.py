@@ -35,7 +35,6 @@ from .._program import (
     with_factor,
     with_half_blocks,
 )
-from .._quantize import Target, target_from
 from .._settings import Precision, Rule
 from ._context import (
     FLOAT16,
@@ -164,8 +163,7 @@ def _parts(
     run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Var]
 ) -> Sequence[JaxprEqn | Island]:
     """Returns the equations of a program, with islands grouped."""
-    is_whole = place.has_own_rule or place.is_recomputed
-    if is_whole or place.settings.residuals is None:
+    if place.has_own_rule or place.is_recomputed or place.settings.residuals is None:
         return jaxpr.eqns
     words = ("small", "loops") if place.is_in_loop else ("small",)
 
@@ -251,12 +249,11 @@ def _biased(case: Case) -> list[Value] | None:
     for summed, bias in pairs:
         if summed.summands:
             y, x = sorted(summed.summands[::-1], key=lambda v: v.facts.is_stream)
-            kind, dtype = properties(case.name).kind, case.settings.dtype
-            inner = case._replace(operands=[y, bias])
-            with _noted(case, Choice(kind, Reason.BETWEEN, FULL)):
-                branch = _emit_operation(inner, Choice(kind, Reason.BETWEEN, FULL))
-                branch = with_rounded_gradient(inner, branch)
-            choice = Choice(kind, Reason.STREAM, dtype)
+            kind, inner = properties(case.name).kind, case._replace(operands=[y, bias])
+            choice = Choice(kind, Reason.BETWEEN, FULL)
+            with _noted(case, choice):
+                branch = with_rounded_gradient(inner, _emit_operation(inner, choice))
+            choice = Choice(kind, Reason.STREAM, case.settings.dtype)
             with _noted(case, choice):
                 return _emit_operation(case._replace(operands=[x, *branch]), choice)
     return None
@@ -297,15 +294,11 @@ def _emit_decided(case: Case) -> list[Value]:
         return with_rounded_gradient(case, results) if is_sum else results
 
 
-def _target(case: Case) -> Target:
-    return case.settings.target or target_from(None)
-
-
 def _noted(case: Case, choice: Choice) -> contextlib.AbstractContextManager[object]:
     """Returns a context that notes a choice on what is emitted inside."""
     if not case.run.uses.notes:
         return contextlib.nullcontext()
-    return noted(case.name, choice, platform=_target(case).platform)
+    return noted(case.name, choice, platform=case.settings.device.platform)
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -314,8 +307,7 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     A result that autocast cannot handle, such as half precision in the place of
     float64, is cast back to its declared dtype.
     """
-    operands = [v.array for v in case.operands]
-    arrays, params = rule._rewritten(case.candidate, operands)
+    arrays, params = rule._rewritten(case.candidate, [v.array for v in case.operands])
     equation = case.equation.replace(params=params)
     with rule._binding(case.candidate):
         bound = bind_equation(equation, *arrays)
@@ -480,7 +472,7 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
         equation = with_factor(equation, factor)
         (result,) = bind_equation(equation, *arrays)
         return [Value(result, Facts(is_scaled=True))]
-    if _target(case).wants_cpu_form and not asks_for_half_sums(case):
+    if case.settings.device.wants_cpu_form and not asks_for_half_sums(case):
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation

@@ -112,8 +112,7 @@ def _full_precision(
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         func, args, kwargs = exact.form.filled(arrays)
-        outputs = call_in(func, args, kwargs, compute, result)
-        made, form = divide(outputs)
+        made, form = divide(call_in(func, args, kwargs, compute, result))
         # Set while `make_jaxpr` traces, below.
         found[:] = [_exactly(form)]
         return made

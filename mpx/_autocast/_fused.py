@@ -183,8 +183,7 @@ def _emit(
 
 def _rewritten_by(rule: Rule, case: Case, rest: list[AnyArray]) -> list[Value]:
     """Binds an operation with the operands and the operation of the user's function."""
-    factors = [v.array for v in case.operands]
-    arrays, params = rule._rewritten(case.candidate, factors)
+    arrays, params = rule._rewritten(case.candidate, [v.array for v in case.operands])
     operation = params.get("operation")
     if not isinstance(operation, FusedOperation):
         raise rule._refused(case.candidate, f"{describe(operation)} as `operation`")

@@ -70,9 +70,7 @@ def rewrite_scan(case: Case) -> list[Value]:
     # A weight that all iterations share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
     sliced = StateOperands(
-        [v.slots for v in stacked],
-        params["length"],
-        stored=[v.stored for v in stacked],
+        [v.slots for v in stacked], params["length"], stored=[v.stored for v in stacked]
     )
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     given: list[np.dtype] = []
@@ -144,8 +142,7 @@ def rewrite_while(case: Case) -> list[Value]:
         return jnp.any(going) if going.ndim else going
 
     def step(carry: PyTree) -> list[AnyArray]:
-        values = inside(for_body, carry)
-        results = evaluate(run, place, body, values, wanted)
+        results = evaluate(run, place, body, inside(for_body, carry), wanted)
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
         if not aval_of(open_jaxpr(test).outvars[0]).shape:
             return new
@@ -361,7 +358,4 @@ def _streams_into(
     return inputs(atom, False)
 
 
-REWRITES: dict[str, Rewrite] = {
-    "scan": rewrite_scan,
-    "while": rewrite_while,
-}
+REWRITES: dict[str, Rewrite] = {"scan": rewrite_scan, "while": rewrite_while}

@@ -37,7 +37,6 @@ from .._quantize import (
     quantized_product,
     rounds_stochastically,
     stored_ahead,
-    target_from,
 )
 from .._recipe_state import (
     MissingScales,
@@ -258,7 +257,7 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     common: dict[str, Any] = dict(
         recipe=choice.recipe,
         dtype=choice.dtype,
-        target=case.settings.target or target_from(None),
+        target=case.settings.device,
         manual_axes=() if is_alone else manual_axes(),
         sums_over_devices=case.place.sums_over_devices,
         out_sharding=params.get("out_sharding"),

@@ -17,7 +17,7 @@ from .._base.dtypes import is_half
 from .._base.errors import listing, warn_user
 from .._base.jax_compat import manual_axes, scope_names
 from .._program import PrimitiveClass, distinct_equations, line_of, properties
-from .._quantize import AbstractRecipe, QuantizedArray, target_from
+from .._quantize import AbstractRecipe, QuantizedArray
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._settings import MARK, Precision, Rules, Weights, ambient
 from ._context import Run, Value, declared
@@ -91,8 +91,7 @@ def _products(attempt: Callable[[], PyTree]) -> dict[str, collections.Counter[st
     found: dict[str, collections.Counter[str]] = {}
 
     def arrays() -> list[jax.Array]:
-        leaves = jax.tree.leaves(attempt())
-        return [x for x in leaves if isinstance(x, jax.Array)]
+        return [x for x in jax.tree.leaves(attempt()) if isinstance(x, jax.Array)]
 
     with taking_notes():
         jaxpr = jax.make_jaxpr(arrays)()
@@ -149,7 +148,7 @@ def weight_of_recipe(
         source: The source of its slots.
         stored: Its stored form in 8 bits, if it has one.
     """
-    target, array = run.settings.target or target_from(None), value.array
+    target, array = run.settings.device, value.array
     if target.transposes_fp8 and is_half(value.dtype):
         # FP8 products need it transposed, and XLA would transpose all that the
         # optimizer computes with it, in float32: masters, moments, the selection for
@@ -160,8 +159,7 @@ def weight_of_recipe(
     if run.uses.slots and jnp.issubdtype(value.dtype, jnp.number):
         # Under `shard_map` it is a piece of the weight. Integers are weights only after
         # the program has converted them.
-        is_whole = value.facts.is_declared and not manual_axes()
-        shape = array.shape if is_whole else None
+        shape = array.shape if value.facts.is_declared and not manual_axes() else None
         value.slots = Slots.of_parameter(owner + name, source, shape)
         if shape is not None and stored is None:
             value.slots = value.slots.measured(array, target)
@@ -210,8 +208,7 @@ def call_with_recipe(
         if finds_nothing(run):
             if getattr(func, MARK, None) is not None:
                 raise ValueError(_twice(recipe))
-            once_more = lambda: attempt(False)[0]  # noqa: E731
-            raise ValueError(why_nothing(once_more, recipe, weights))
+            raise ValueError(why_nothing(lambda: attempt(False)[0], recipe, weights))
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
@@ -258,5 +255,4 @@ def marked(results: PyTree) -> PyTree:
 
 def is_marked(equation: JaxprEqn) -> bool:
     """Returns whether an equation marks a result of an autocast function."""
-    is_name = equation.primitive.name == "name"
-    return is_name and equation.params.get("name") == _MARK
+    return equation.primitive.name == "name" and equation.params.get("name") == _MARK

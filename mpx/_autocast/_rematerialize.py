@@ -290,8 +290,7 @@ def _signature(site: Site, island: Island) -> Hashable:
         for v, x in {**dict.fromkeys(island.inputs), **_arrays(island, values)}.items()
     )
     outputs = tuple(numbers[v] for v in island.outputs)
-    where = execution_key(island.equations[0])
-    return place, where, tuple(equations), inputs, outputs
+    return place, execution_key(island.equations[0]), tuple(equations), inputs, outputs
 
 
 def _exact(number: ArrayLike) -> Hashable:

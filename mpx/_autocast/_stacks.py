@@ -23,7 +23,6 @@ from jax.extend.core import Var
 
 from .._base.typing import AnyArray, Shape
 from .._program import Box, are_apart, aval_of, boxes_read, is_covered
-from .._quantize import target_from
 from .._settings import Settings
 from ._context import FULL, Facts, Place, Run, Value, is_castable
 from ._decide import USED, Case, Choice, noted_cast
@@ -104,7 +103,7 @@ def has_wide_loops(settings: Settings) -> bool:
     """Returns whether loops store float32, as the target widens bfloat16 stacks."""
     if not settings.is_enabled or settings.dtype != jnp.bfloat16:
         return False
-    return (settings.target or target_from(None)).widens_stacks
+    return settings.device.widens_stacks
 
 
 def widened(values: Iterable[Value]) -> list[Value]:

@@ -249,8 +249,7 @@ def autocast(
         options["recipe"] = _checked_recipe(recipe)
     if target is not None:
         options["target"] = target_from(target)
-    places = read_weights(weights, _CALL)
-    deferred = _Deferred(Settings.of(**options), places, ambient)
+    deferred = _Deferred(Settings.of(**options), read_weights(weights, _CALL), ambient)
     return deferred if func is None else deferred(func)
 
 
@@ -359,8 +358,7 @@ class _Deferred(contextlib.ContextDecorator):
             )
         weights, is_explicit = self._weights, self._weights is not None
         if weights is None:
-            holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
-            weights = () if holds_arrays else (0,)
+            weights = () if any(map(eqx.is_array, jax.tree.leaves(func))) else (0,)
         return _wrapped(func, self._settings, weights, is_explicit)
 
     def __enter__(self) -> None:
@@ -449,8 +447,7 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        residuals = _residuals(resolved(Settings()))
-        return call_recomputing(residuals, func, args, kwargs)
+        return call_recomputing(_residuals(resolved(Settings())), func, args, kwargs)
 
     return wrapper
 
@@ -473,8 +470,7 @@ def _stream(settings: Settings) -> str:
     """Returns the `residual_stream` of the settings, or the default."""
     if settings.residual_stream:
         return settings.residual_stream
-    is_bfloat16 = settings.dtype == jnp.bfloat16
-    return "blocks" if is_bfloat16 and is_tpu(settings) else "full"
+    return "blocks" if settings.dtype == jnp.bfloat16 and is_tpu(settings) else "full"
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:

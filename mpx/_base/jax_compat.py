@@ -51,8 +51,7 @@ def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
     """Returns the mesh in an array's type; None without one."""
     if not isinstance(leaf, jax.Array):
         return None
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
+    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
     return None if mesh is None or mesh.empty else mesh
 
 
@@ -71,22 +70,6 @@ def is_on_a_mesh() -> bool:
     return not mesh.empty and mesh.size > 1
 
 
-def is_for_tpu() -> bool:
-    """Returns whether the code being traced is for TPUs.
-
-    The mesh's device decides if known, else JAX's default device, which starts the
-    backend.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kind = getattr(device, "device_kind", None)
-    if kind is not None:
-        return kind.lower().startswith("tpu")
-    chosen: Any = getattr(jax.config, "jax_default_device", None)
-    if chosen is None or isinstance(chosen, str):
-        chosen = jax.local_devices(backend=chosen)[0]
-    return chosen.platform == "tpu"
-
-
 def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
@@ -98,8 +81,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
         The results as a list, even if there is just one.
     """
     primitive = equation.primitive
-    params = primitive.get_bind_params(equation.params)
-    results = primitive.bind(*operands, **params)
+    results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
     return list(results) if primitive.multiple_results else [results]
 
 

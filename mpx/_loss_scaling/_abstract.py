@@ -386,8 +386,7 @@ class AbstractLossScaling(eqx.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # The state dict would need concrete values.
-        copy = lambda x: jnp.copy(x) if eqx.is_array(x) else x  # noqa: E731
-        return jax.tree.map(copy, self)
+        return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, self)
 
 
 def judged(

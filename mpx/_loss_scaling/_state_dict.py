@@ -308,8 +308,7 @@ def _filled(template: Any, state: Mapping[str, Any], call: str) -> Any:
     """Returns a module with the values of a state, which must have its structure."""
     expected = _fields(template)
     given = {k: v for k, v in state.items() if k not in ("kind", "version")}
-    what = f"the fields of version {VERSION}"
-    refuse_other_keys(given, expected, call, what)
+    refuse_other_keys(given, expected, call, f"the fields of version {VERSION}")
     steps = next(k for k in expected if k in ("steps", f"{_PREFIX}steps"))
     stack = np.shape(given[steps])  # several states, as `jax.vmap` makes them
     values = {k: _value(v, expected[k], stack, k, call) for k, v in given.items()}

@@ -120,8 +120,7 @@ def looked_at(
 
 def _parts(params: PyTree) -> list[Callable[[PyTree], PyTree]]:
     """Returns functions that select weights with gradients: all, or one child."""
-    is_child = lambda node: node is not params  # noqa: E731
-    children, form = jax.tree.flatten(params, is_leaf=is_child)
+    children, form = jax.tree.flatten(params, is_leaf=lambda node: node is not params)
     parts = {}
     for place, child in enumerate(children):
         shapes = (*(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(child)),)

@@ -226,8 +226,7 @@ def _led_from(weight: Array, leaf: Array) -> Array:
     like = jnp.broadcast_to(like.astype(leaf.dtype), leaf.shape)
     # The compiler does not look through this boolean. Without the select the leaf is a
     # constant, and is replicated (jax 0.10.2, 2026-11).
-    yes = jax.lax.optimization_barrier(jnp.asarray(True))
-    return jax.lax.select(yes, leaf, like)
+    return jax.lax.select(jax.lax.optimization_barrier(jnp.asarray(True)), leaf, like)
 
 
 def _layout(
@@ -275,9 +274,7 @@ def _coarser(
         # Nor is an axis sharded whose last block is shorter: shards would cut blocks.
         is_even = shape[axis] % max(scales[axis], 1) == 0
         parts.append(names if is_even and scales[axis] % count == 0 else None)
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
-    )
+    return sharding.update(spec=PartitionSpec(*parts))
 
 
 def _axes(
@@ -305,11 +302,8 @@ def _axes(
 def _like(weight: _Weight, axes: tuple[int | None, ...]) -> Sharding | None:
     """Returns the sharding of an array that has these axes of a weight."""
     sharding = weight.sharding
-    is_whole = axes == (*range(weight.array.ndim),)
-    if is_whole or not isinstance(sharding, NamedSharding):
+    if axes == (*range(weight.array.ndim),) or not isinstance(sharding, NamedSharding):
         return sharding
     divided = dict(enumerate(sharding.spec))
     parts = (None if axis is None else divided.get(axis) for axis in axes)
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
-    )
+    return sharding.update(spec=PartitionSpec(*parts))

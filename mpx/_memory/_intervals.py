@@ -427,8 +427,7 @@ def kinds_of(
         state: A state.
     """
     count, weights = len(jax.tree.leaves(state)), len(jax.tree.leaves(params))
-    made = jax.make_jaxpr(init)(params)
-    starts = _results(made, [Bounds(is_copy=True)] * weights)
+    starts = _results(jax.make_jaxpr(init)(params), [Bounds(is_copy=True)] * weights)
     program = jax.make_jaxpr(update)(params, state)
     if len(starts) != count or len(program.jaxpr.outvars) != count:
         return jax.tree.map(

@@ -239,8 +239,7 @@ def refuse_method(func: object, call: str) -> None:
     """Raises if the model is not an argument."""
     from flax import nnx
 
-    owner = getattr(func, "__self__", None)
-    for node in (func, owner):
+    for node in (func, getattr(func, "__self__", None)):
         if isinstance(node, nnx.Module):
             raise TypeError(
                 f"{call} needs a function that takes the module as an argument; got "

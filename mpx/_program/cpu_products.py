@@ -258,9 +258,10 @@ def _gathered(
         return _by_place(form, multiply)
     if form.window == form.strides and set(holes) == {1}:
         is_long = windows * sum_length >= _LEAST_SUM
-        return _of_patches(form, multiply) if is_long else None
+        return _in_one(form, places, form.window, 2, multiply) if is_long else None
     if form.places == form.holes and set(strides) == {1}:
-        return _of_places_apart(form, multiply)
+        # Such windows' weight gradient: dilation equals the result's shape.
+        return _in_one(form, form.window, holes, 1, multiply)
     if results <= _MOST_PRODUCTS and sides >= _LEAST_SIDE:
         return _by_place(form, multiply)
     if windows <= _MOST_PRODUCTS and sum_length >= _LEAST_FEATURES:
@@ -268,32 +269,33 @@ def _gathered(
     return None
 
 
-def _of_patches(form: _Form, multiply: Multiply) -> Array:
-    """Convolves by touching windows: each window dimension becomes an axis."""
-    x, count = form.x, len(form.window)
-    ends = [n * k for n, k in zip(form.places, form.window, strict=True)]
-    x = x[(slice(None), *(slice(end) for end in ends))]
-    pairs = [n for pair in zip(form.places, form.window, strict=True) for n in pair]
-    x = x.reshape(x.shape[0], *pairs, x.shape[-1])
-    inside = [2 + 2 * i for i in range(count)]
-    numbers = (*inside, x.ndim - 1), tuple(range(count + 1))
-    return multiply(x, form.w, (numbers, ((), ())))
+def _in_one(
+    form: _Form,
+    outer: Sequence[int],
+    inner: Sequence[int],
+    first: int,
+    multiply: Multiply,
+) -> Array:
+    """Convolves by one matmul: each dimension of the input is cut into two axes.
 
-
-def _of_places_apart(form: _Form, multiply: Multiply) -> Array:
-    """Returns such windows' weight gradient: dilation equals the result's shape."""
-    x, count = form.x, len(form.window)
-    ends = [n * k for n, k in zip(form.holes, form.window, strict=True)]
-    short = [
-        (0, max(0, end - n), 0) for end, n in zip(ends, x.shape[1:-1], strict=True)
-    ]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *short, (0, 0, 0)])
+    Args:
+        form: The convolution.
+        outer: The sizes of the first axis of each two.
+        inner: Those of the second one.
+        first: The first axis that meets the window: 2 if inner axes do, 1 if outer.
+        multiply: A function of two operands and dimension numbers.
+    """
+    x = form.x
+    ends = [n * k for n, k in zip(outer, inner, strict=True)]
+    pairs = zip(ends, x.shape[1:-1], strict=True)
+    short = [(0, max(0, end - n), 0) for end, n in pairs]
+    if any(high for _, high, _ in short):
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *short, (0, 0, 0)])
     x = x[(slice(None), *(slice(end) for end in ends))]
-    pairs = [n for pair in zip(form.window, form.holes, strict=True) for n in pair]
-    x = x.reshape(x.shape[0], *pairs, x.shape[-1])
-    outside = [1 + 2 * i for i in range(count)]
-    numbers = (*outside, x.ndim - 1), tuple(range(count + 1))
-    return multiply(x, form.w, (numbers, ((), ())))
+    cut = [n for pair in zip(outer, inner, strict=True) for n in pair]
+    x = x.reshape(x.shape[0], *cut, x.shape[-1])
+    met = (*range(first, x.ndim - 1, 2), x.ndim - 1)
+    return multiply(x, form.w, ((met, tuple(range(len(met)))), ((), ())))
 
 
 def _by_window(form: _Form, multiply: Multiply) -> Array:
@@ -421,8 +423,7 @@ def _with_factor(factor: float) -> Primitive:
         form = functools.partial(_dot_general, says_layout)
         return multiply(form, *operands, **params)
 
-    elsewhere = functools.partial(multiply, dot_general_p.bind)
-    return _twin(dot_general_p, on_cpu, elsewhere)
+    return _twin(dot_general_p, on_cpu, functools.partial(multiply, dot_general_p.bind))
 
 
 def with_factor(equation: JaxprEqn, factor: float) -> JaxprEqn:
@@ -531,11 +532,7 @@ def _replayed(
 
 
 def _cotangent_of_right(
-    twin: Primitive,
-    g: Array,
-    left: Array,
-    right: Any,
-    params: dict[str, Any],
+    twin: Primitive, g: Array, left: Array, right: Any, params: dict[str, Any]
 ) -> Array:
     """Returns the cotangent of the right operand, as `left` by `g`.
 

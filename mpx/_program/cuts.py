@@ -154,8 +154,7 @@ def are_apart(boxes: Sequence[Box]) -> bool:
 
 
 def _meet(a: Box, b: Box) -> bool:
-    axes = zip(a, b, strict=True)
-    return all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in axes)
+    return all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(a, b, strict=True))
 
 
 def is_covered(shape: Shape, boxes: Sequence[Box]) -> bool:
@@ -302,15 +301,13 @@ def _sliced_at(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] |
 
 
 def _split(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
-    sizes = map(int, equation.params["sizes"])
-    return _pieces(part, equation, list(sizes))
+    return _pieces(part, equation, list(map(int, equation.params["sizes"])))
 
 
 def _unstacked(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
     shape, axis = _shape(equation), equation.params["axis"]
     others = [i for i in range(len(shape)) if i != axis]
-    rows = _pieces(part, equation, [1] * shape[axis])
-    return [row.along(others) for row in rows]
+    return [row.along(others) for row in _pieces(part, equation, [1] * shape[axis])]
 
 
 def _pieces(part: Part, equation: JaxprEqn, sizes: list[int]) -> list[Part]:

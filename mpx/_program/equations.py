@@ -238,8 +238,7 @@ def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
 
 
 def _sub(jaxpr: Program, **joints: Any) -> SubJaxpr:
-    consts = tuple(getattr(jaxpr, "consts", ()))
-    return SubJaxpr(open_jaxpr(jaxpr), consts, **joints)
+    return SubJaxpr(open_jaxpr(jaxpr), tuple(getattr(jaxpr, "consts", ())), **joints)
 
 
 def _joined(equation: JaxprEqn, jaxpr: Program, role: str) -> SubJaxpr:
@@ -334,8 +333,7 @@ def where_leading(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray
     It freezes finished examples of a `while` whose condition is batched by `vmap`. The
     primitive accepts that, `jax.lax.while_loop` does not (jax 0.10 to 0.12).
     """
-    axes = range(condition.ndim)
-    whole = jax.lax.broadcast_in_dim(condition, new.shape, axes)
+    whole = jax.lax.broadcast_in_dim(condition, new.shape, range(condition.ndim))
     return jax.lax.select(whole, new, old)
 
 

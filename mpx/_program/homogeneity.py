@@ -175,8 +175,7 @@ class _Degrees(Flow[_Degree]):
             is_number = is_number and is_inexact(aval_of(equation.invars[0]))
             return facts[0] if is_number or facts[0] is _ZERO else None
         if name == "div" and facts[1] is not _ZERO:
-            is_zero = facts[0] is _ZERO
-            return _ZERO if is_zero else _number(facts[0]) - _number(facts[1])
+            return _ZERO if facts[0] is _ZERO else _number(facts[0]) - _number(facts[1])
         if name == "triangular_solve":
             return _number(facts[1]) - _number(facts[0])
         if all(map(_is_fixed, facts)):

@@ -151,13 +151,7 @@ class Properties:
         return self.kind in _CHEAP and not self.is_barrier
 
 
-_CHEAP = frozenset(
-    (
-        PrimitiveClass.FULL,
-        PrimitiveClass.MOVE,
-        PrimitiveClass.CONVERT,
-    )
-)
+_CHEAP = frozenset((PrimitiveClass.FULL, PrimitiveClass.MOVE, PrimitiveClass.CONVERT))
 
 PRIMITIVES: dict[str, Properties] = {}
 UNKNOWN = Properties(kind=PrimitiveClass.OPAQUE)
@@ -188,13 +182,7 @@ def _group(
 # --- Matmuls, in half precision -------------------------------------------------------
 
 _HALF = PrimitiveClass.HALF
-_group(
-    "dot_general",
-    _HALF,
-    Flops.DOT_GENERAL,
-    "is_quantizable",
-    saves=Saves.OTHERS,
-)
+_group("dot_general", _HALF, Flops.DOT_GENERAL, "is_quantizable", saves=Saves.OTHERS)
 _group("ragged_dot_general", _HALF, Flops.RAGGED_DOT, "is_quantizable")
 _group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)

@@ -209,8 +209,7 @@ def _operation(
     equation: JaxprEqn, operands: list[Tagged], probe: Probe, place: Location
 ) -> _Results:
     arrays = probe.compute(equation, [v.array for v in operands])
-    tags = probe.transfer(equation, place, operands)
-    results = _tagged(arrays, tags)
+    results = _tagged(arrays, probe.transfer(equation, place, operands))
     return results, probe.observe(equation, place, operands, results)
 
 
@@ -353,8 +352,7 @@ def _in_scan(held: _Held) -> _Results:
 
     begin = _begun(operands[n_consts:end], avals[n_consts:end])
     xs = [v.array for v in operands[end:]]
-    options = scan_options(equation.params)
-    carry, (ys, found) = jax.lax.scan(body, begin, xs, **options)
+    carry, (ys, found) = jax.lax.scan(body, begin, xs, **scan_options(equation.params))
     for key in made.keys:
         probe.stack(key, "turn")
     tags = [*made.tags[:n_carry], *map(probe.stacked, made.tags[n_carry:])]

@@ -138,9 +138,7 @@ class _Node:
 
 
 def kept_bytes(
-    jaxpr: Jaxpr,
-    are_free: tuple[bool, ...],
-    stored: Sequence[np.dtype | None] = (),
+    jaxpr: Jaxpr, are_free: tuple[bool, ...], stored: Sequence[np.dtype | None] = ()
 ) -> tuple[int, int]:
     """Counts the bytes of an island's residuals, and of the inputs to recompute it.
 
@@ -158,8 +156,7 @@ def kept_bytes(
         for aval, is_free in zip(avals(jaxpr.invars), are_free, strict=True)
     ]
     flow = _Keeping()
-    constants = (None,) * len(jaxpr.constvars)
-    results = propagate(jaxpr, constants, inputs, flow)
+    results = propagate(jaxpr, (None,) * len(jaxpr.constvars), inputs, flow)
     for aval, node in zip(avals(jaxpr.outvars), results, strict=True):
         if node is not None and aval.dtype in HALF:
             node.is_free = True

@@ -123,9 +123,7 @@ def at_step(number: Array, call: Callable[[Context], Result]) -> Result:
     """
     known = _Known(number)
 
-    def context(
-        scale: Array | None,
-    ) -> contextlib.AbstractContextManager[object]:
+    def context(scale: Array | None) -> contextlib.AbstractContextManager[object]:
         known.values = StepValues(number, scale)
         return with_ambient(step=known, gives_step=False)
 

@@ -71,8 +71,7 @@ def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
 
 
 def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    is_input = jnp.arange(ROLES) == _INPUT
-    return amaxes, jnp.where(is_input, amaxes, 0)
+    return amaxes, jnp.where(jnp.arange(ROLES) == _INPUT, amaxes, 0)
 
 
 with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
@@ -311,10 +310,7 @@ class Slots:
 
     @classmethod
     def of_parameter(
-        cls,
-        parameter: str,
-        source: StateRequests | State | None,
-        shape: Shape | None,
+        cls, parameter: str, source: StateRequests | State | None, shape: Shape | None
     ) -> "Slots":
         """Makes the slots of a parameter of the function.
 
@@ -384,8 +380,7 @@ class Slots:
 
     def is_measured(self, use: Use, shape: Shape) -> bool:
         """Returns whether a weight of this shape is a whole, measured parameter."""
-        size = math.prod((*shape, *self.lengths))
-        return self.sizes.get(self._name(use)) == size
+        return self.sizes.get(self._name(use)) == math.prod((*shape, *self.lengths))
 
     def is_quantized(self, use: Use) -> bool | None:
         """Returns whether the state records a use as quantized; None if unknown."""

@@ -58,8 +58,7 @@ def cast_tree(
         >>> mpx.cast_tree({"step": 3, "w": jnp.ones(2)}, "bfloat16")
         {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
-    target = float_dtype(dtype, "`mpx.cast_tree(tree, dtype)`")
-    return cast_leaves(tree, target, keep)
+    return cast_leaves(tree, float_dtype(dtype, "`mpx.cast_tree(tree, dtype)`"), keep)
 
 
 def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> PyTree:
@@ -143,9 +142,7 @@ def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
 
 
 def cast_function(
-    func: Callable[..., PyTree],
-    dtype: DTypeLike,
-    return_dtype: DTypeLike | None = None,
+    func: Callable[..., PyTree], dtype: DTypeLike, return_dtype: DTypeLike | None = None
 ) -> Callable[..., PyTree]:
     """Wraps a function to compute in `dtype` and return `return_dtype`.
 

@@ -263,5 +263,4 @@ def get_policy(text: str) -> Policy:
     param = given.get("param_dtype", jnp.dtype("float32"))
     compute = given.get("compute_dtype", param)
     travelling = {name: given[name] for name in _OPTIONAL if name in given}
-    output = given.get("output_dtype", compute)
-    return Policy(param, compute, output, **travelling)
+    return Policy(param, compute, given.get("output_dtype", compute), **travelling)

@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from .._base.errors import describe, listing
 from .._base.jax_compat import scope_names
 from .._program import data_of, data_scope, distinct_equations
-from .._quantize import AbstractRecipe, Target
+from .._quantize import AbstractRecipe, Target, target_from
 from ._policy import Wire
 from ._rules import Rules
 
@@ -91,6 +91,11 @@ class Settings:
     def has_half_stream(self) -> bool:
         """Whether a residual stream may be in half precision."""
         return self.residual_stream in ("half", "blocks")
+
+    @property
+    def device(self) -> Target:
+        """What programs are compiled for: `target`, or what they would run on."""
+        return self.target or target_from(None)
 
     @property
     def recipes(self) -> tuple[AbstractRecipe, ...]:

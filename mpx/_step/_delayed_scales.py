@@ -97,8 +97,7 @@ class DelayedScales(eqx.Module):
         def update(
             role: Role, history: Array, scale: Array, amax: Array
         ) -> tuple[Array, Array]:
-            state = DelayedScalingState(history, scale)
-            new = self.recipe.update(state, amax, role)
+            new = self.recipe.update(DelayedScalingState(history, scale), amax, role)
             return new.amax_history, new.scale
 
         columns = [
@@ -284,9 +283,7 @@ def with_slots(
         histories[name] = _resized(jnp.asarray(history, jnp.float32), room)
         scales[name] = jnp.asarray(np.where(is_made, made, first), jnp.float32)
     return replace(
-        state,
-        amax_history=state.from_slots(histories),
-        scale=state.from_slots(scales),
+        state, amax_history=state.from_slots(histories), scale=state.from_slots(scales)
     )
 
 
@@ -328,6 +325,5 @@ def _resized(history: Array, room: int) -> Array:
     """Pads or cuts a history to `room` amaxes; the newest one is last."""
     now, past = history[..., :1], history[..., 1:]
     past = past[..., max(0, past.shape[-1] - (room - 1)) :]
-    missing = room - 1 - past.shape[-1]
-    widths = [(0, 0)] * (past.ndim - 1) + [(missing, 0)]
+    widths = [(0, 0)] * (past.ndim - 1) + [(room - 1 - past.shape[-1], 0)]
     return jnp.concatenate([now, jnp.pad(past, widths)], axis=-1)

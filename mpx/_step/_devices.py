@@ -309,8 +309,7 @@ def _summed_in_order(axes: tuple[str, ...], x: Array) -> Array:
     while len(parts) > 1:
         # Add like the scan, which begins with zero, so that -0 becomes 0.
         parts = (jnp.zeros_like(parts[::2]) + parts[::2]) + parts[1::2]
-    whole = jax.lax.all_gather(parts[0], axes, tiled=True)
-    return whole[: x.size].reshape(x.shape)
+    return jax.lax.all_gather(parts[0], axes, tiled=True)[: x.size].reshape(x.shape)
 
 
 def _largest_of_all(axes: tuple[str, ...], amaxes: PyTree) -> PyTree:

@@ -180,10 +180,7 @@ def _warn_of_float16(call: str) -> None:
 
 
 def scaled_value_and_grad(
-    problem: Problem,
-    scaling: AbstractLossScaling,
-    args: PyTree,
-    kwargs: PyTree,
+    problem: Problem, scaling: AbstractLossScaling, args: PyTree, kwargs: PyTree
 ) -> Differentiated:
     """Differentiates the scaled loss."""
     settings = settings_of(problem.func)

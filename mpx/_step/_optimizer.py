@@ -283,8 +283,7 @@ def _update(
             "`mpx.master_weights(optax.chain(...))`."
         ) from error
     new_state = _with_dtypes_of(state, new_state, call)
-    new_model = jax.tree.map(_applied, updates, model, is_leaf=_is_none)
-    return updates, new_model, new_state
+    return updates, jax.tree.map(_applied, updates, model, is_leaf=_is_none), new_state
 
 
 def _refuse_other_state(
@@ -356,8 +355,7 @@ def _chosen(apply: BoolScalar, updates: PyTree, new: PyTree, old: PyTree) -> PyT
         own = getattr(update, "chosen", None)
         return weight if own is None else own(apply)
 
-    both = select_tree(apply, new, old)
-    return jax.tree.map(choose, updates, both, is_leaf=_is_none)
+    return jax.tree.map(choose, updates, select_tree(apply, new, old), is_leaf=_is_none)
 
 
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:

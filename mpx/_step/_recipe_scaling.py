@@ -291,8 +291,7 @@ class RecipeScaling(AbstractLossScaling):
                 "the state from this function: `mpx.init_scaling(func, model, "
                 "...).with_state(scaling)`."
             )
-        weights = {name.parameter for name in self._recipes()}
-        missing = weights - provision.parameters
+        missing = {name.parameter for name in self._recipes()} - provision.parameters
         if missing and provision.taken == self.calls:
             raise ValueError(
                 "`scaling` must be the state of this model; got one with scales for "

@@ -60,10 +60,7 @@ class Options:
 
 
 def problem_builder(
-    call: str,
-    func: Callable[..., PyTree],
-    argnums: tuple[int, ...],
-    options: Options,
+    call: str, func: Callable[..., PyTree], argnums: tuple[int, ...], options: Options
 ) -> Callable[[int], Problem]:
     """Reads the options now; the half precision datatype is read at each call."""
     if not callable(func):
@@ -219,8 +216,7 @@ def check_call(
     if "flax.nnx" in sys.modules:
         _inputs.refuse_nnx((args, kwargs), call)
     _inputs.refuse_frozen_scaling(scaling, call)
-    weights = tuple(args[i] for i in problem.argnums)
-    _inputs.refuse_no_weights(weights, call)
+    _inputs.refuse_no_weights(tuple(args[i] for i in problem.argnums), call)
     if options.use_mixed_precision and not problem.allow_float16_weights:
         _inputs.refuse_half_masters(args, problem.argnums, call)
 

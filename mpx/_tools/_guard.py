@@ -121,8 +121,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
 
 
 def _is_value(leaf: object) -> bool:
-    arrays = jax.Array | jax.Ref | np.ndarray | np.generic
-    return isinstance(leaf, arrays | Number)
+    return isinstance(leaf, jax.Array | jax.Ref | np.ndarray | np.generic | Number)
 
 
 # --- Non-finite values ----------------------------------------------------------------
@@ -139,8 +138,7 @@ def _not_finite(leaves: Sequence[Any]) -> list[int]:
         for place, numbers in groups.items()
         if place is not None
     ]
-    on_host = groups.get(None, ())
-    bad = [i for i in on_host if any(_counts(leaves[i]))]
+    bad = [i for i in groups.get(None, ()) if any(_counts(leaves[i]))]
     for numbers, found in flags:
         bad += [numbers[i] for i in np.flatnonzero(~np.asarray(found))]
     return sorted(bad)

@@ -200,8 +200,7 @@ def _refuse_policy(policy: object, call: str) -> None:
             f"`amp_policy` of {call} must be a dictionary; got {describe(policy)}."
         )
     for key, function in policy.items():
-        is_key = isinstance(key, str | core.Primitive)
-        if not is_key or not callable(function):
+        if not isinstance(key, str | core.Primitive) or not callable(function):
             raise TypeError(
                 f"`amp_policy` of {call} must map primitives (`jax.lax.add_p`) and "
                 f"names of scopes to policy functions; got {key!r}: {function!r}."
@@ -490,10 +489,8 @@ def _read(state: object) -> DynamicScalerState:
             "tracing (jit, scan, ...); it would be a constant. Pass it to that "
             "function as an argument and return the new one."
         )
-    is_float = eqx.is_inexact_array(state.scaler)
-    dtype = state.scaler.dtype if is_float else jnp.float32
-    dtypes = (jnp.int32, dtype, dtype, jnp.int32, jnp.int32)
-    pairs = zip(state, dtypes, strict=True)
+    dtype = state.scaler.dtype if eqx.is_inexact_array(state.scaler) else jnp.float32
+    pairs = zip(state, (jnp.int32, dtype, dtype, jnp.int32, jnp.int32), strict=True)
     return DynamicScalerState(*(jnp.asarray(x).astype(to) for x, to in pairs))
 
 

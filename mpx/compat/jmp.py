@@ -141,8 +141,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
 
 
 def _number_as_array(leaf: object) -> PyTree:
-    is_number = isinstance(leaf, bool | int | float | complex)
-    return jnp.asarray(leaf) if is_number else leaf
+    return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex) else leaf
 
 
 @jax.tree_util.register_dataclass

@@ -332,10 +332,7 @@ def _rotated(x: Array, copy: _Copy) -> Array:
     entry = jnp.where((sign & 1) == 1, -0.25, 0.25)
     matrix = jnp.where(i // _ROTATED == j // _ROTATED, entry, 0.0).astype(x.dtype)
     y = lax.dot(
-        x,
-        matrix,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        x, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     if copy.rounded_to is not None:
         y = y.astype(copy.rounded_to)

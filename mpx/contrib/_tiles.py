@@ -111,8 +111,7 @@ class Tiled:
 
             def there(along: Along) -> NamedSharding:
                 names = (axis and place[axis] for axis, _ in along)
-                spec = PartitionSpec(*x.sharding.spec[:-2], *names)
-                return NamedSharding(mesh, spec)
+                return NamedSharding(mesh, PartitionSpec(*x.sharding.spec[:-2], *names))
 
             return (
                 mesh,

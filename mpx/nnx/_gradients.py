@@ -372,8 +372,7 @@ def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
 
 def _filters(argnums: object, call: str) -> dict[int, object]:
     """Returns the filter of each differentiated argument, by its position."""
-    single = isinstance(argnums, int | _nnx.DiffState)
-    items = [argnums] if single else argnums
+    items = [argnums] if isinstance(argnums, int | _nnx.DiffState) else argnums
     if not isinstance(items, list | tuple):
         raise TypeError(
             f"`argnums` of {call} must be a position, an `nnx.DiffState`, or a list or "

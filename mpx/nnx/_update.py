@@ -84,8 +84,7 @@ def update(
     # By identity: arrays that the optimizer did not write need no selection.
     changed = {name: new for name, new in after.items() if new is not before[name]}
     chosen = select_tree(good, changed, {name: before[name] for name in changed})
-    leaves = {**before, **chosen}.values()
-    _nnx.update(nodes, jax.tree.unflatten(form, leaves))
+    _nnx.update(nodes, jax.tree.unflatten(form, {**before, **chosen}.values()))
 
 
 def _by_name(state: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mpx._autocast._stacks import has_wide_loops
 from mpx._base.jax_compat import WIDENS_STACKS
 from mpx._quantize import read_target
 from mpx._settings._settings import Settings
-from mpx._tools._counter._hlo import computations
+from mpx._tools._counter._hlo import parse
 
 from .counting import named, pairs, relative_error
 
@@ -138,7 +138,7 @@ def reverse_over_reverse(loss):
 def casts_of_stacks(func, *args):
     """The casts of whole stacks inside of the loops of a compiled program."""
     text = jax.jit(func).lower(*args).compile().as_text()
-    bodies = {name: body for name, _, body in computations(text)}
+    bodies = {k: body.values() for k, body in parse(text).computations.items()}
     inside: set[str] = set()
 
     def enter(name):

@@ -22,6 +22,10 @@ def shaped(*shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def result_of(shape):
+    return counter.Instruction("x", shape, "add", (), "")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -38,12 +42,12 @@ def shaped(*shape, dtype=np.float32):
     ],
 )
 def test_bytes_of_shape(text, size):
-    assert counter.bytes_of_shape(text) == size
+    assert result_of(text).bytes == size
 
 
 def test_unknown_type_is_an_error():
     with pytest.raises(ValueError, match=r"must have known HLO types; got 'q7'"):
-        counter.bytes_of_shape("q7[3]")
+        assert result_of("q7[3]").bytes
 
 
 def test_memory_counts_donated_buffers_once():

@@ -28,11 +28,7 @@ Axes = tuple[int, ...]
 
 
 def resolve_axes(
-    shape: Shape,
-    axis: int | Sequence[int],
-    block: int,
-    dimensions: int,
-    caller: str,
+    shape: Shape, axis: int | Sequence[int], block: int, dimensions: int, caller: str
 ) -> Axes:
     """Returns the axes that blocks are along, negative and ascending.
 
@@ -98,8 +94,7 @@ def split(x: Array, axes: Axes, block: int) -> Array:
     """Splits each axis of length n in two, of lengths n / block and block."""
     shape: list[int] = []
     for index, length in enumerate(x.shape):
-        cut = index - x.ndim in axes
-        shape += [length // block, block] if cut else [length]
+        shape += [length // block, block] if index - x.ndim in axes else [length]
     return x.reshape(shape)
 
 
@@ -110,14 +105,10 @@ def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
 
 
 def block_maximum(
-    x: Array,
-    axes: Axes,
-    block: int,
-    largest: Callable[..., Array] = largest_magnitude,
+    x: Array, axes: Axes, block: int, largest: Callable[..., Array] = largest_magnitude
 ) -> Array:
     """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty."""
-    blocks = split(x, axes, block)
-    return largest(blocks, inner_axes(x.ndim, axes))
+    return largest(split(x, axes, block), inner_axes(x.ndim, axes))
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:

@@ -202,8 +202,7 @@ def power_of_two(biased_exponent: Array) -> Array:
 
 def biased_exponent(x: Array) -> Array:
     """Returns the 8 exponent bits of float32 values, as int32; 0 for subnormals."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return ((bits >> 23) & 255).astype(jnp.int32)
+    return ((lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 255).astype(jnp.int32)
 
 
 def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
@@ -250,8 +249,7 @@ def round_to_format(
         the largest; NaN stays NaN; zeros keep their sign. An infinity here is a finite
         value times a scale; see `_quantizers/_kinds.py`.
     """
-    rounded = round_finite(x, format, to_integers(key))
-    return jnp.where(jnp.isnan(x), jnp.nan, rounded)
+    return jnp.where(jnp.isnan(x), jnp.nan, round_finite(x, format, to_integers(key)))
 
 
 def to_integers(key: Key | None = None) -> Callable[[Array], Array]:

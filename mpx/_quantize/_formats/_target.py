@@ -122,8 +122,7 @@ def this_cpu() -> Target:
         words = {*pathlib.Path("/proc/cpuinfo").read_text().split(), ""}
     except OSError:
         return CPU
-    has_units = any(words.issuperset(pair) for pair in _UNITS)
-    return CPU_WITH_UNITS if has_units else CPU
+    return CPU_WITH_UNITS if any(words.issuperset(pair) for pair in _UNITS) else CPU
 
 
 def target_from(value: object) -> Target:

@@ -112,8 +112,7 @@ def product_shape(
     (lc, rc), (lb, rb) = dimension_numbers
     batch = tuple(left[axis] for axis in lb)
     rows = tuple(left[axis] for axis in _free(len(left), lc, lb))
-    columns = tuple(right[axis] for axis in _free(len(right), rc, rb))
-    return batch + rows + columns
+    return batch + rows + tuple(right[axis] for axis in _free(len(right), rc, rb))
 
 
 def as_matrices(

@@ -92,11 +92,7 @@ class LinearProduct(AbstractProduct):
         return has_units(*self._ordered(x, w), numbers.forward, self.target)
 
     def _forward(
-        self,
-        x: Operand,
-        w: Operand,
-        extra: Extra,
-        shapes: tuple[Shape, Shape],
+        self, x: Operand, w: Operand, extra: Extra, shapes: tuple[Shape, Shape]
     ) -> Array:
         forward = self._contractions((x.ndim, w.ndim)).forward
         contracted, _ = self._ordered(*forward.dimension_numbers[0])

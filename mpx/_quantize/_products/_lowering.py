@@ -190,8 +190,7 @@ def multiply(
     path = path_of_operands(left, right, contraction, target)
     if path is Path.EMULATED:
         inner = emulated_in(left, right, target)
-        is_in_form = inner == jnp.bfloat16
-        return dequantized(left, right, inner=inner, is_in_form=is_in_form)
+        return dequantized(left, right, inner=inner, is_in_form=inner == jnp.bfloat16)
     if path is Path.FP8_UNITS:
         is_cuda = target.platform == "cuda"
         fast = functools.partial(

@@ -103,15 +103,8 @@ class Copies:
             return None
 
         def by_kernel(x: Array, step: Array | None) -> tuple[Operand, Operand]:
-            return kernel.quantize(
-                x,
-                (first, second),
-                self.half,
-                self.axes,
-                self.join,
-                step=step,
-                rounded_to=self.rounded_to,
-            )
+            form = (first, second), self.half, self.axes, self.join
+            return kernel.quantize(x, *form, step=step, rounded_to=self.rounded_to)
 
         def apart(x: Array, step: Array | None) -> tuple[Operand, Operand]:
             here = dataclasses.replace(self, step=step)

@@ -222,8 +222,7 @@ class AbstractProduct(abc.ABC):
         """
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        is_wide = self.dtype == jnp.bfloat16
-        return self.dtype if is_wide else np.dtype("float32")
+        return self.dtype if self.dtype == jnp.bfloat16 else np.dtype("float32")
 
     @abc.abstractmethod
     def _axes(self, role: Role) -> tuple[int, int]:
@@ -235,11 +234,7 @@ class AbstractProduct(abc.ABC):
 
     @abc.abstractmethod
     def _forward(
-        self,
-        x: Operand,
-        w: Operand,
-        extra: Extra,
-        shapes: tuple[Shape, Shape],
+        self, x: Operand, w: Operand, extra: Extra, shapes: tuple[Shape, Shape]
     ) -> Array:
         """Multiplies operands, which had these shapes before they were padded."""
 
@@ -393,16 +388,8 @@ def quantized_forward(
     is_on_cpu = product.target.platform == "cpu"
     if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
-    kept = Residuals(
-        kept_data,
-        kept_weight,
-        extra,
-        scales,
-        step,
-        (data_amax, weight_amax),
-        like_data,
-        like_weight,
-    )
+    amaxes, like = (data_amax, weight_amax), (like_data, like_weight)
+    kept = Residuals(kept_data, kept_weight, extra, scales, step, amaxes, *like)
     return y, as_bits(kept) if is_on_cpu else kept
 
 
@@ -414,11 +401,7 @@ _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 
 
 def _forward_rule(
-    product: AbstractProduct,
-    data: Array,
-    weight: Array,
-    extra: Extra,
-    besides: Besides,
+    product: AbstractProduct, data: Array, weight: Array, extra: Extra, besides: Besides
 ) -> tuple[Array, Residuals | None]:
     data, weight, scales = differentiated_once((data, weight, besides.scales))
     besides = besides._replace(scales=scales)
@@ -430,8 +413,7 @@ def _forward_rule(
 def _backward_rule(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    is_for_tpu = product.target.platform == "tpu"
-    run = _inlined_backward if is_for_tpu else quantized_backward
+    run = _inlined_backward if product.target.platform == "tpu" else quantized_backward
     return run(product, kept, differentiated_once(g))
 
 

@@ -214,8 +214,7 @@ class DelayedScaling(AbstractRecipe):
         """
         amax = _one_number(amax, "`amax` of `mpx.DelayedScaling.update`")
         history = state.amax_history.at[0].set(amax)
-        chosen = self._chosen(history)
-        scale = self._scale(chosen, role, state.scale)
+        scale = self._scale(self._chosen(history), role, state.scale)
         history = jnp.roll(history, -1).at[0].set(0.0)
         is_good = amax < jnp.inf
         return DelayedScalingState(

@@ -224,8 +224,7 @@ class BlockQuantizer(AbstractQuantizer):
         amax = block_maximum(x, to.axes, self.block, to.by.largest)
         scales = _float32_scale(self, amax)
         scaled = multiply_blocks(x, scales, to.axes, self.block)
-        payload = to.by.to_format(scaled, self.format, to.key)
-        return self._made(payload, 1 / scales, to)
+        return self._made(to.by.to_format(scaled, self.format, to.key), 1 / scales, to)
 
 
 @dataclasses.dataclass(frozen=True)

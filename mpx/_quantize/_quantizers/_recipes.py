@@ -114,8 +114,7 @@ class AbstractRecipe(abc.ABC):
     def _for_attention(self) -> "Float8CurrentScaling":
         """Returns the recipe of activation matmuls."""
         format = getattr(self, "fp8_format", Format.HYBRID)
-        override = self.backward_override
-        return Float8CurrentScaling(format, backward_override=override)
+        return Float8CurrentScaling(format, backward_override=self.backward_override)
 
     def _without_state(self) -> "AbstractRecipe":
         """Returns the recipe of products without scales in the training state."""

@@ -319,8 +319,7 @@ def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
         if given.get(culprit.made_at, culprit) is not culprit:
             continue  # made of a constant that is reported anyway
         if culprit.line and culprit.primitive != "input":
-            is_constant = culprit.primitive == "constant"
-            weights = () if is_constant else culprit.parameters
+            weights = () if culprit.primitive == "constant" else culprit.parameters
             key = (culprit.primitive, culprit.line, culprit.scope, weights)
         kept.setdefault(key, culprit)
     return tuple(kept.values())

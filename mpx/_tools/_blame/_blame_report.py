@@ -124,8 +124,7 @@ def measured(x: AnyArray) -> Array:
         return jax.lax.min(a[0], b[0]), jax.lax.max(a[1], b[1]), *sums
 
     first = (jnp.float32(jnp.inf), jnp.float32(-jnp.inf), *(jnp.float32(0),) * 3)
-    found = jax.lax.reduce(columns, first, join, tuple(range(wide.ndim)))
-    return jnp.stack(found)
+    return jnp.stack(jax.lax.reduce(columns, first, join, tuple(range(wide.ndim))))
 
 
 def range_of(aval: Aval, numbers: np.ndarray) -> Range:

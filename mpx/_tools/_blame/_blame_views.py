@@ -156,8 +156,7 @@ def _advice(report: Content) -> str:
         tag = "pre" if line.startswith("  ") else "p"
         parts.append(f"<{tag}>{html.escape(line.strip())}</{tag}>")
     if report.rows:
-        rows = rows_text(report)
-        parts.append(f"<dl><dt>rows of the batch</dt><dd>{rows}</dd></dl>")
+        parts.append(f"<dl><dt>rows of the batch</dt><dd>{rows_text(report)}</dd></dl>")
     return "\n    ".join(parts)
 
 
@@ -209,8 +208,7 @@ class BlameReport(Content):
     def to_json(self) -> str:
         """Returns the report as JSON, with null for non-finite numbers."""
         rule = None if self.rule is None else rule_text(self.rule)
-        verdict = self.verdict.value
-        return to_json(self, "mpx blame", 1, verdict=verdict, rule=rule)
+        return to_json(self, "mpx blame", 1, verdict=self.verdict.value, rule=rule)
 
     def to_html(self) -> str:
         """Returns the report as one page of HTML that needs no network."""

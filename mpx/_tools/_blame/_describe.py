@@ -9,7 +9,7 @@ import numpy as np
 from ..._program import PrimitiveClass, is_matmul, properties, scopes, user_frame
 from .._inspect import function_path, innermost_note, line_text, phase, scope_path
 from ._blame_report import Culprit, Range, is_number
-from ._graph import Graph, Node, Scope, is_same_numbers
+from ._graph import Graph, Node, Scope, is_copied
 from ._replay import Replay
 from ._search import Cause
 
@@ -111,8 +111,7 @@ def phase_of(cause: Cause) -> str:
     bad = [step.results[k] for k in cause.results] or [cause.value]
     if not graph.forward.isdisjoint(bad):
         return "forward"
-    entries = (*step.place.scopes, *scopes(step.equation))
-    if phase(entries) != "recompute":
+    if phase((*step.place.scopes, *scopes(step.equation))) != "recompute":
         return "backward"
     forward = (s for s in graph.steps if not graph.forward.isdisjoint(s.results))
     # A derivative in a checkpoint has the same scopes as a recomputed operation.
@@ -130,7 +129,7 @@ def _is_same(graph: Graph, a: Node, b: Node) -> bool:
         return False
     todo = list(zip(a.operands, b.operands, strict=True))
     while todo:
-        x, y = (graph.source(value, _is_copied) for value in todo.pop())
+        x, y = (graph.source(value, is_copied) for value in todo.pop())
         if (x, y) in seen:
             continue
         seen.add((x, y))
@@ -147,12 +146,6 @@ def _is_same(graph: Graph, a: Node, b: Node) -> bool:
         elif x in graph.constants or y in graph.constants:
             return False
     return True
-
-
-def _is_copied(step: Node) -> bool:
-    """Returns whether it is a copy or a cast: a recomputation begins with a cast."""
-    is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
-    return is_cast or is_same_numbers(step)
 
 
 def _may_be_equal(x: object, y: object) -> bool:

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from ..._base.typing import AnyArray, Atom, Aval
 from ..._program import (
     Location,
+    PrimitiveClass,
     SubJaxpr,
     aval_of,
     is_seen_into,
@@ -155,6 +156,12 @@ def is_same_numbers(step: Node) -> bool:
     is_one = len(step.operands) == 1 and len(step.results) == 1
     is_barrier = step.primitive == "optimization_barrier"
     return is_barrier or (known.moves and not known.reads_part and is_one)
+
+
+def is_copied(step: Node) -> bool:
+    """Returns whether it is a copy or a cast: a recomputation begins with a cast."""
+    is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
+    return is_cast or is_same_numbers(step)
 
 
 class Graph:

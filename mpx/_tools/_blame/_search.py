@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from ..._base.dtypes import full_precision_of
-from ..._program import PrimitiveClass, is_matmul, properties, reachable
+from ..._program import is_matmul, reachable
 from ._blame_report import Range, is_number, range_of
-from ._graph import Graph, Index, Instance, Node, Scope, is_same_numbers
+from ._graph import Graph, Index, Instance, Node, Scope, is_copied, is_same_numbers
 from ._record import Runs, Seen, is_measured
 
 # --- Beginnings -----------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Beginnings:
         while True:
             step = self.graph.makers.get(one[0])
             origins = list(self.graph.origins(*one))
-            if len(origins) != 1 or (step is not None and not _is_handed_on(step)):
+            if len(origins) != 1 or (step is not None and not is_copied(step)):
                 return one[0]
             (one,) = origins
 
@@ -293,12 +293,6 @@ def _is_compared(graph: Graph, value: int) -> bool:
         _is_compared(graph, v) if is_same_numbers(s) else not is_number(graph.aval(v))
         for s, v in made
     )
-
-
-def _is_handed_on(step: Node) -> bool:
-    """Returns whether an operation passes its operand on unchanged or cast."""
-    is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
-    return is_cast or is_same_numbers(step)
 
 
 # --- Search ---------------------------------------------------------------------------

@@ -189,8 +189,7 @@ class StepOf:
 
     def cast_by(self, func: Callable[..., PyTree]) -> "StepOf":
         """Returns the step with a function that casts itself."""
-        step = self.of(func)
-        return step.changed(policy=None, keep=None, accumulate_dtype=None)
+        return self.of(func).changed(policy=None, keep=None, accumulate_dtype=None)
 
 
 def loss_scale_of(scaling: AbstractLossScaling | None) -> float:

@@ -11,18 +11,14 @@ This folder imports nothing else of mpx, and JAX only to compile: benchmarks loa
 its path if `mpx` is another package.
 """
 
-from ._compile import (
-    Program as Program,
-    program_of as program_of,
-)
+from ._compile import Program as Program, program_of as program_of
 from ._hlo import (
     COLLECTIVES as COLLECTIVES,
     RESULT_HOLDS_OPERANDS as RESULT_HOLDS_OPERANDS,
     ArrayType as ArrayType,
+    Body as Body,
     Instruction as Instruction,
     Module as Module,
-    bytes_of_shape as bytes_of_shape,
-    computations as computations,
     parse as parse,
 )
 from ._kernels import (

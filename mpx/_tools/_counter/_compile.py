@@ -116,8 +116,7 @@ def _options(module: Any, numbers: list[int]) -> Any:
     """Returns the options that JAX compiles a module with."""
     from jax.extend import backend
 
-    names = {x.attributes["sym_name"].value: x for x in module.body.operations}
-    main = names["main"]
+    main = {x.attributes["sym_name"].value: x for x in module.body.operations}["main"]
 
     def are_free(key: str) -> list[bool]:  # XLA shards an array that has no sharding
         given = main.attributes[key] if key in main.attributes else ()

@@ -36,14 +36,9 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
     "partition-id replica-id opt-barrier".split()
 )
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+COLLECTIVES = tuple(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
+    "collective-permute collective-broadcast".split()
 )
 RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
 """Instructions whose result is a tuple that includes the operand."""
@@ -112,23 +107,11 @@ def arrays_of(text: str) -> tuple[ArrayType, ...]:
     >>> [str(array) for array in arrays_of("(bf16[8,4]{1,0}, f8e4m3fn[], pred[3])")]
     ['bfloat16[8,4]', 'float8_e4m3fn[]', 'bool[3]']
     """
-    return tuple(
-        ArrayType(
-            kind,
-            tuple(map(int, re.findall(r"\d+", sizes))),
-            _ON_CHIP.search(layout) is not None,
-        )
-        for kind, sizes, layout in _ARRAY.findall(text)
-    )
-
-
-def bytes_of_shape(text: str) -> int:
-    """Returns the bytes of an HLO shape; of a tuple, the sum of its parts.
-
-    >>> bytes_of_shape("bf16[8,4]{1,0}"), bytes_of_shape("(f32[], pred[3]{0})")
-    (64, 7)
-    """
-    return sum(array.bytes for array in arrays_of(text))
+    found = []
+    for kind, sizes, layout in _ARRAY.findall(text):
+        shape = tuple(map(int, re.findall(r"\d+", sizes)))
+        found.append(ArrayType(kind, shape, _ON_CHIP.search(layout) is not None))
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +136,21 @@ class Instruction:
     def results(self) -> tuple[ArrayType, ...]:
         """The arrays of its result."""
         return arrays_of(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its result; of a tuple, the sum of its parts."""
+        return sum(array.bytes for array in self.results)
+
+    @property
+    def main_bytes(self) -> int:
+        """The bytes of its result that are in the main memory."""
+        return sum(array.bytes for array in self.results if not array.is_on_chip)
+
+    @property
+    def size(self) -> int:
+        """The count of numbers in the first array of its result."""
+        return math.prod(self.results[0].shape) if self.results else 1
 
     @property
     def op_name(self) -> str:
@@ -212,19 +210,8 @@ class Instruction:
         return "reduce-scatter" if home.startswith("all-reduce-scatter") else kind
 
 
-def computations(text: str) -> Iterator[tuple[str, bool, list[Instruction]]]:
-    """Name, whether it is the entry, and instructions of each computation."""
-    name, is_entry, body = "", False, None
-    for line in text.splitlines():
-        if body is None:
-            header = _COMPUTATION.match(line)
-            if header is not None:
-                name, is_entry, body = header["name"], bool(header["entry"]), []
-        elif line.startswith("}"):
-            yield name, is_entry, body
-            body = None
-        elif (instruction := _instruction(line)) is not None:
-            body.append(instruction)
+Body = dict[str, Instruction]
+"""The instructions of a computation by name, in the order of the text."""
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -308,7 +295,6 @@ def frames_of(text: str) -> dict[int, list[tuple[str, str, int]]]:
 
 # --- Scalars --------------------------------------------------------------------------
 
-Body = dict[str, Instruction]
 # Returns a parameter, or a part of a tuple that is the only one, by number.
 Read = Callable[[int], int | None]
 _MOST_TRIPS = 65536
@@ -324,24 +310,19 @@ def _trips(loop: Instruction, home: Body, bodies: dict[str, Body]) -> int | None
     start, after = home.get(loop.operands[0]), _root(body)
     if start is None or {start.opcode, after.opcode} != {"tuple"}:
         return None
-    known: list[dict[int, int | None]] = [{}]
 
+    @functools.cache
     def part(turn: int, index: int) -> int | None:
-        if index not in known[turn]:
-            if turn:
-                before = functools.partial(part, turn - 1)
-                value = _scalar(after.operands[index], body, before, bodies)
-            else:
-                value = _scalar(start.operands[index], home, lambda _: None, bodies)
-            known[turn][index] = value
-        return known[turn][index]
+        if not turn:
+            return _scalar(start.operands[index], home, lambda _: None, bodies)
+        before = functools.partial(part, turn - 1)
+        return _scalar(after.operands[index], body, before, bodies)
 
     root = _root(condition).name
     for turn in range(_MOST_TRIPS):
         goes_on = _scalar(root, condition, functools.partial(part, turn), bodies)
         if not goes_on:
             return None if goes_on is None else turn
-        known.append({})
     return None
 
 
@@ -387,7 +368,7 @@ def _root(body: Body) -> Instruction:
 
 # --- Programs -------------------------------------------------------------------------
 
-Run = tuple[Instruction, dict[str, str], int]
+Run = tuple[Instruction, Body, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,45 +378,44 @@ class Module:
     Attributes:
         text: All of it.
         entry: The name of the computation that runs.
-        computations: Instructions by the name of the computation.
+        computations: The bodies of computations by name.
     """
 
     text: str = dataclasses.field(repr=False)
     entry: str
-    computations: dict[str, list[Instruction]]
+    computations: dict[str, Body]
 
     def kernels(
         self,
-        size: Callable[[Instruction, dict[str, str]], int],
+        size: Callable[[Instruction, Body], int],
         name: str | None = None,
         times: int = 1,
     ) -> Iterator[Run]:
-        """Yields what runs as a kernel, with its body's shapes, and how often.
+        """Yields what runs as a kernel, with its body, and how often.
 
         Loops count as often as they run (once where that is unknown, see `trips`), a
         conditional counts the branch that is largest by `size`.
 
         Args:
-            size: Of an instruction, with the shapes of its body.
+            size: Of an instruction, with its body.
             name: The computation that runs; the entry by default.
             times: How often it runs.
         """
         body = self.computations[self.entry if name is None else name]
-        shapes = {instruction.name: instruction.shape for instruction in body}
-        for instruction in body:
+        for instruction in body.values():
             if instruction.makes_nothing:
                 continue
             if instruction.opcode == "conditional":
                 branches = (self.kernels(size, x, times) for x in instruction.runs)
                 yield from max(
                     map(list, branches),
-                    key=lambda one: sum(n * size(i, s) for i, s, n in one),
+                    key=lambda one: sum(n * size(i, b) for i, b, n in one),
                 )
             elif instruction.opcode in _LOOP:
                 for one in instruction.runs:
                     yield from self.kernels(size, one, times * self.turns(instruction))
             else:
-                yield instruction, shapes, times
+                yield instruction, body, times
 
     @functools.cached_property
     def trips(self) -> dict[str, int | None]:
@@ -444,10 +424,7 @@ class Module:
         XLA:TPU does not say so: the loop's counter is followed from its start through
         its steps until the condition is false.
         """
-        bodies = {
-            name: {one.name: one for one in body}
-            for name, body in self.computations.items()
-        }
+        bodies = self.computations
         return {
             one.name: _trips(one, body, bodies) if one.trips is None else one.trips
             for body in bodies.values()
@@ -471,7 +448,7 @@ class Module:
         return {
             called: instruction
             for body in self.computations.values()
-            for instruction in body
+            for instruction in body.values()
             for called in instruction.called("calls")
         }
 
@@ -480,7 +457,7 @@ class Module:
         """The arguments of the program, by number."""
         return {
             instruction.number: instruction
-            for instruction in self.computations[self.entry]
+            for instruction in self.computations[self.entry].values()
             if instruction.opcode == "parameter"
         }
 
@@ -503,11 +480,20 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: The text has no entry computation.
     """
-    every = list(computations(text))
-    entries = [name for name, is_entry, _ in every if is_entry]
-    if not entries:
+    entry, found = "", dict[str, Body]()
+    header, body = None, Body()
+    for line in text.splitlines():
+        if header is None:
+            header, body = _COMPUTATION.match(line), {}
+        elif line.startswith("}"):
+            found[header["name"]] = body
+            entry = header["name"] if header["entry"] else entry
+            header = None
+        elif (instruction := _instruction(line)) is not None:
+            body[instruction.name] = instruction
+    if not entry:
         raise ValueError(
             "The text of a compiled program must have an ENTRY computation; found "
             f"none in {text[:80]!r}. Pass what XLA compiled: `compiled.as_text()`."
         )
-    return Module(text, entries[-1], {name: body for name, _, body in every})
+    return Module(text, entry, found)

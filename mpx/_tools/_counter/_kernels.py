@@ -26,14 +26,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ._hlo import (
-    RESULT_HOLDS_OPERANDS,
-    Instruction,
-    Module,
-    arrays_of,
-    bytes_of_shape,
-    parse,
-)
+from ._hlo import RESULT_HOLDS_OPERANDS, ArrayType, Body, Instruction, Module, parse
 from ._targets import Roof
 
 # A fusion computes only the elements of these that are read.
@@ -42,6 +35,7 @@ _ELEMENTWISE = frozenset(
     "exponential floor is-finite log maximum minimum multiply negate not or power "
     "rsqrt select sign sqrt subtract tanh xor".split()
 )
+_PARTS = ("slice", "dynamic-slice")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +128,14 @@ PALLAS = "tpu_custom_call"
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 
 
-def _kernel(
-    module: Module, instruction: Instruction, shapes: dict[str, str], times: int
-) -> Kernel:
-    inside = list(_inside(module, instruction, shapes))
+def _kernel(module: Module, instruction: Instruction, home: Body, times: int) -> Kernel:
+    inside = list(_inside(module, instruction, home))
     found = [x for one in inside if (x := _product(*one)) is not None]
     further = [x for one in inside if (x := _further(*one)) is not None]
     return Kernel(
         instruction.name,
         instruction.target or instruction.opcode,
-        _bytes(module, instruction, shapes),
+        _bytes(module, instruction, home),
         sum(operations for operations, _ in found),
         max((bits for _, bits in found or further), default=0),
         times,
@@ -151,114 +143,99 @@ def _kernel(
         instruction.opcode,
         sum(operations for operations, _ in further),
         sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
-        bytes_of_shape(instruction.shape),
+        instruction.bytes,
         instruction.frame,
         any(
             x.kind[0] in "su"
-            for one, names in inside
+            for one, body in inside
             if one.opcode in ("dot", "convolution")
-            for x in arrays_of(names[one.operands[0]])
+            for x in body[one.operands[0]].results
         ),
     )
 
 
 def _inside(
-    module: Module, instruction: Instruction, shapes: dict[str, str]
-) -> Iterator[tuple[Instruction, dict[str, str]]]:
+    module: Module, instruction: Instruction, home: Body
+) -> Iterator[tuple[Instruction, Body]]:
     """Yields an instruction, or those of a fusion and of the fusions in it."""
     if instruction.opcode != "fusion":
-        yield instruction, shapes
+        yield instruction, home
         return
     body = module.computations[instruction.runs[0]]
-    names = {one.name: one.shape for one in body}
-    for one in body:
-        yield from _inside(module, one, names)
+    for one in body.values():
+        yield from _inside(module, one, body)
 
 
-def _bytes(module: Module, instruction: Instruction, shapes: dict[str, str]) -> int:
-    operands = [shapes[one] for one in instruction.operands if one in shapes]
+def _bytes(module: Module, instruction: Instruction, home: Body) -> int:
+    operands = [home[one] for one in instruction.operands if one in home]
     if instruction.opcode == "fusion":
         return _fusion_bytes(module, instruction, operands)
-    result = _bytes_of(instruction.shape)
+    result = instruction.main_bytes
     if instruction.opcode in ("slice", "dynamic-slice", "gather"):
-        is_read = not operands or _bytes_of(operands[0]) > 0
-        return result + is_read * bytes_of_shape(instruction.shape)
+        is_read = not operands or operands[0].main_bytes > 0
+        return result + is_read * instruction.bytes
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * _bytes_of(operands[1])
+        return 2 * operands[1].main_bytes
     if instruction.opcode in RESULT_HOLDS_OPERANDS:
         return result
     if instruction.opcode == "slice-start":  # ((operand), result, context)
         places = instruction.results[:2]
         return sum(not one.is_on_chip for one in places) * places[1].bytes
-    if instruction.target.startswith(_LIBRARY):
-        result = _result_bytes(instruction)
-    return result + sum(map(_bytes_of, operands))
+    if instruction.target.startswith(_LIBRARY):  # without its working memory
+        more = instruction.results[1:]
+        scratch = (x for x in more if x.kind in ("s8", "u8") and len(x.shape) == 1)
+        result = instruction.bytes - sum(x.bytes for x in scratch)
+    return result + sum(one.main_bytes for one in operands)
 
 
-def _bytes_of(shape: str) -> int:
-    """Returns the bytes in the main memory."""
-    return sum(array.bytes for array in arrays_of(shape) if not array.is_on_chip)
-
-
-def _result_bytes(call: Instruction) -> int:
-    """Returns the result bytes of a library call, without its working memory."""
-    more = call.results[1:]
-    scratch = (x for x in more if x.kind in ("s8", "u8") and len(x.shape) == 1)
-    return bytes_of_shape(call.shape) - sum(x.bytes for x in scratch)
-
-
-def _fusion_bytes(module: Module, fusion: Instruction, operands: list[str]) -> int:
+def _fusion_bytes(
+    module: Module, fusion: Instruction, operands: list[Instruction]
+) -> int:
     """Returns the bytes of a fusion, from the uses of its parameters."""
-    body, result = module.computations[fusion.runs[0]], fusion.shape
-    by_name = {one.name: one for one in body}
-    users: dict[str, list[Instruction]] = {one.name: [] for one in body}
-    for one in body:
+    body = module.computations[fusion.runs[0]]
+    *_, last = body.values()
+    users: dict[str, list[Instruction]] = {name: [] for name in body}
+    for one in body.values():
         for name in set(one.operands) & users.keys():
             users[name].append(one)
 
     def source(name: str) -> str:
-        while by_name[name].opcode == "bitcast":
-            name = by_name[name].operands[0]
+        while body[name].opcode == "bitcast":
+            name = body[name].operands[0]
         return name
 
     def reads(parameter: str) -> dict[str, int]:
         """Returns the numbers read of each array, if made of this parameter."""
         found: dict[str, int] = {}
-        for one in reversed(body):  # users come after what they use
-            size, total = _size(one.shape), 0
+        for one in reversed(body.values()):  # users come after what they use
+            size, total = one.size, 0
             for user in users[one.name]:
-                is_part = user.opcode in ("slice", "dynamic-slice")
-                if is_part or (
-                    gathers
-                    and user.operands[:1] == (one.name,)
-                    and user.opcode == "gather"
-                ):
-                    total += _size(user.shape)
-                elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
+                is_table = user.opcode == "gather" and user.operands[0] == one.name
+                if user.opcode in _PARTS or (gathers and is_table):
+                    total += user.size
+                elif user.opcode in _ELEMENTWISE and user.size == size:
                     total += found[user.name]
                 elif user.opcode == "fusion" and gathers:
                     total += _read_inside(module, user, one.name)
                 elif targets.get(user.name) != parameter:
                     total = size
                     break  # else the part that is not overwritten stays in place
-            found[one.name] = size if one is body[-1] else min(total, size)
+            found[one.name] = size if one is last else min(total, size)
         return found
 
     # Committed counts of GPUs have the whole array that a fusion gathers from.
-    gathers = ":T(" in result  # a TPU's layouts have tiles
-    updates = [one for one in body if one.opcode == "dynamic-update-slice"]
+    gathers = ":T(" in fusion.shape  # a TPU's layouts have tiles
+    updates = [one for one in body.values() if one.opcode == "dynamic-update-slice"]
     targets = {one.name: source(one.operands[0]) for one in updates}
     by_parameter = {name: reads(name) for name in {"", *targets.values()}}
-    total = _bytes_of(result)
+    total = fusion.main_bytes
     for one in updates if total else ():
-        total -= bytes_of_shape(one.shape) - bytes_of_shape(
-            by_name[one.operands[1]].shape
-        )
-    for one in body:
-        if one.opcode == "parameter" and (size := _size(one.shape)):
-            if one.number >= len(operands) or _bytes_of(operands[one.number]):
+        total -= one.bytes - body[one.operands[1]].bytes
+    for one in body.values():
+        if one.opcode == "parameter" and one.size:
+            if one.number >= len(operands) or operands[one.number].main_bytes:
                 read = by_parameter.get(one.name, by_parameter[""])[one.name]
-                total += bytes_of_shape(one.shape) * read // size
+                total += one.bytes * read // one.size
     return max(total, 0)
 
 
@@ -267,32 +244,22 @@ def _read_inside(module: Module, fusion: Instruction, name: str) -> int:
 
     A TPU's compiler puts the slice of a stack in one, inside that of the product.
     """
-    body = module.computations[fusion.runs[0]]
-    places = [i for i, operand in enumerate(fusion.operands) if operand == name]
+    body = module.computations[fusion.runs[0]].values()
     total = 0
     for one in body:
-        if one.opcode == "parameter" and one.number in places:
+        if one.opcode == "parameter" and fusion.operands[one.number] == name:
             users = [user for user in body if one.name in user.operands]
-            are_parts = all(user.opcode in ("slice", "dynamic-slice") for user in users)
-            read = sum(_size(user.shape) for user in users)
-            total += read if are_parts else _size(one.shape)
+            are_parts = all(user.opcode in _PARTS for user in users)
+            total += sum(user.size for user in users) if are_parts else one.size
     return total
 
 
-def _size(shape: str) -> int:
-    """Returns the count of numbers in the first array of a shape."""
-    return math.prod(_dimensions(shape))
-
-
-def _product(
-    instruction: Instruction, shapes: dict[str, str]
-) -> tuple[int, int] | None:
+def _product(instruction: Instruction, home: Body) -> tuple[int, int] | None:
     """Returns the operations of a matmul, and the bits of its widest operand."""
-    is_call = instruction.target.startswith(_LIBRARY)
-    if instruction.opcode != "dot" and not is_call:
+    if instruction.opcode != "dot" and not instruction.target.startswith(_LIBRARY):
         return None
-    operands = [shapes[one] for one in instruction.operands[:2]]
-    left = _dimensions(operands[0])
+    operands = [home[one].results[0] for one in instruction.operands[:2]]
+    left = operands[0].shape
     if instruction.target == _BLOCK_SCALED:
         contracted = left[-1]
     else:
@@ -301,28 +268,25 @@ def _product(
             return None  # a convolution, or attention in one kernel
         places = re.findall(r"\d+", found[1])
         contracted = math.prod(left[int(place)] for place in places)
-    bits = max(_bits(one) for one in operands)
-    return 2 * math.prod(_dimensions(instruction.shape)) * contracted, bits
+    return 2 * instruction.size * contracted, max(one.bits_each for one in operands)
 
 
-def _further(
-    instruction: Instruction, shapes: dict[str, str]
-) -> tuple[int, int] | None:
+def _further(instruction: Instruction, home: Body) -> tuple[int, int] | None:
     """Returns the same for attention in one kernel, and for a convolution."""
     call = instruction.target
     if call.startswith("__cudnn$fmha"):
         scores, operand = _SCORES.search(instruction.line), instruction.operands[0]
-        if scores is None or operand not in shapes:
+        if scores is None or operand not in home:
             return None
         size = math.prod(int(one) for one in re.findall(r"\d+", scores[1]))
         # Two matmuls forward, five backward; half of each with a causal mask.
         count = 5 if call.endswith("Backward") else 2
         half = 1 + ('"mask_type": "CAUSAL"' in instruction.line)
-        last = _dimensions(shapes[operand])[-1]
-        return 2 * count * size * last // half, _bits(shapes[operand])
+        query = home[operand].results[0]
+        return 2 * count * size * query.shape[-1] // half, query.bits_each
     if call == PALLAS:
         estimate = _ESTIMATE.search(instruction.line)
-        arrays = (x for one in instruction.operands for x in arrays_of(shapes[one]))
+        arrays = (x for one in instruction.operands for x in home[one].results)
         # unsure: its products are taken to be of its narrowest floats
         bits = min((x.bits_each for x in arrays if "f" in x.kind), default=32)
         return (int(estimate[1]), bits) if estimate else None
@@ -331,46 +295,41 @@ def _further(
         instruction.opcode == "convolution" or call.startswith("__cudnn$conv")
     ):
         return None
-    left, right = (shapes[one] for one in instruction.operands[:2])
+    left, right = (home[one].results[0] for one in instruction.operands[:2])
+    result, bits = instruction.results[0], max(left.bits_each, right.bits_each)
     if instruction.opcode == "convolution":
-        return _convolution(instruction, left, right), max(_bits(left), _bits(right))
+        return _convolution(instruction, (left, right, result)), bits
     # The result of the forward convolution, and its window.
-    outputs, window = instruction.shape, right
+    outputs, window = result, right
     if "BackwardInput" in call:
         outputs = left
     elif "BackwardFilter" in call:
-        outputs, window = right, instruction.shape
-    sizes = _dimensions(window)
-    each = math.prod(sizes) // max(sizes[labels[2].index("o")], 1)
-    return 2 * _size(outputs) * each, max(_bits(left), _bits(right))
+        outputs, window = right, result
+    each = math.prod(window.shape) // max(window.shape[labels[2].index("o")], 1)
+    return 2 * math.prod(outputs.shape) * each, bits
 
 
-def _convolution(instruction: Instruction, left: str, right: str) -> int:
+def _convolution(instruction: Instruction, arrays: tuple[ArrayType, ...]) -> int:
     """Returns the operations of a convolution, as which a TPU writes all matmuls.
 
     Axes of a batch are windows that meet one number each: only what meets counts.
     """
-    by_axis: list[dict[str, int]] = []
     labels = re.split("_|->", instruction.attribute("dim_labels"))
-    for names, shape in zip(labels, (left, right, instruction.shape), strict=True):
-        by_axis.append(dict(zip(names, _dimensions(shape), strict=True)))
-    data, kernel, result = by_axis
+    data, kernel, result = (
+        dict(zip(names, array.shape, strict=True))
+        for names, array in zip(labels, arrays, strict=True)
+    )
     window = dict(re.findall(r"(\w+)=(\S+)", instruction.attribute("window")))
 
-    def of(key: str, axis: int, default: int) -> int:
-        return (
-            int(window[key].split("x")[axis].split("_")[0])
-            if key in window
-            else default
-        )
+    def of(key: str, axis: int, default: int = 1) -> int:
+        found = window[key].split("x")[axis] if key in window else str(default)
+        return int(found.split("_")[0])
 
     count = 2 * result["b"] * result["f"] * kernel["i"]
     for axis in range(len(data) - 2):
-        steps = of("stride", axis, 1), of("rhs_dilate", axis, 1)
-        sizes = result[str(axis)], of("size", axis, 1), data[str(axis)]
-        count *= _meetings(
-            *sizes, *steps, of("pad", axis, 0), of("lhs_dilate", axis, 1)
-        )
+        sizes = result[str(axis)], of("size", axis), data[str(axis)]
+        steps = of("stride", axis), of("rhs_dilate", axis)
+        count *= _meetings(*sizes, *steps, of("pad", axis, 0), of("lhs_dilate", axis))
     return count
 
 
@@ -386,15 +345,6 @@ def _meetings(
     )
     last = (size - 1) * gap
     return sum(0 <= place <= last and place % gap == 0 for place in places)
-
-
-def _dimensions(shape: str) -> tuple[int, ...]:
-    """Returns the dimensions of the first array of a shape."""
-    return next((array.shape for array in arrays_of(shape)), ())
-
-
-def _bits(shape: str) -> int:
-    return next((array.bits_each for array in arrays_of(shape)), 32)
 
 
 # --- Communication between devices, by collective and dtype ---------------------------
@@ -440,14 +390,13 @@ def messages(text: str, devices: int) -> list[Message]:
 
 def _messages(module: Module, name: str, times: int, devices: int) -> Iterator[Message]:
     body = module.computations[name]
-    types = {instruction.name: instruction.results for instruction in body}
-    for instruction in body:
+    for instruction in body.values():
         if kind := instruction.collective(name):
             group = _group(instruction.line) or devices
             operands = instruction.operands
             if kind == "ragged-all-to-all":  # then its results' place, offsets, sizes
                 operands = operands[:1]
-            for array in (array for one in operands for array in types[one]):
+            for array in (array for one in operands for array in body[one].results):
                 whole = array.bytes * (group if kind == "all-gather" else 1)
                 yield Message(kind, array.kind, whole, times, group)
         for one in instruction.runs:
@@ -470,20 +419,15 @@ def _group(line: str) -> int | None:
 
 def memory(compiled: Any) -> int:
     """Returns the bytes of arguments, results in none of them, and temporaries."""
-    sizes = _sizes(compiled)
-    return (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.temp_size_in_bytes
-    )
-
-
-def _sizes(compiled: Any) -> Any:
     sizes = compiled.memory_analysis()
     if sizes is None:
         raise RuntimeError(
             "`memory(compiled)` needs an executable with a memory analysis; this "
             "backend has none. Compile for one of `TARGETS`."
         )
-    return sizes
+    return (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes
+    )

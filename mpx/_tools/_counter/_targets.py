@@ -136,8 +136,7 @@ def why_missing(target: Device) -> str | None:
             f"{target.title} needs the compiler `libtpu`, which is not installed: "
             "`pip install libtpu`, 200 MB, on Linux"
         )
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if any(map(importlib.util.find_spec, plugins)):
+    if any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         return None
     return (
         f"{target.title} needs JAX's CUDA plugin, which is not installed: "

@@ -22,9 +22,8 @@ from jaxtyping import PyTree
 from ..._base.dtypes import float_dtype
 from ..._base.errors import describe, listing, read_texts
 from ..._base.typing import DTypeLike
-from .._counter import Instruction
+from .._counter import COLLECTIVES, Instruction
 from ._operations import (
-    COLLECTIVES,
     Operation,
     Program,
     as_program,
@@ -110,8 +109,7 @@ def check_product_calls(
     """Checks that the compiler computes each matmul by a call of a given pattern."""
     every = [x for x in compiled_products(program.compiled_module) if not except_in(x)]
     if not every:
-        found = "the compiled program contains no matmul."
-        return Violation("product_calls", found)
+        return Violation("product_calls", "the compiled program contains no matmul.")
     wrong = [x for x in every if not _matches(x.kind, patterns)]
     return _unless_empty(
         "product_calls",

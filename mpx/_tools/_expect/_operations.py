@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from ..._base.errors import describe
 from ..._settings import is_within
-from .._counter import COLLECTIVES as COLLECTIVES, ArrayType, Instruction, Module, parse
+from .._counter import ArrayType, Body, Instruction, Module, parse
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
 # JAX's own call for matmuls with block scales, before the compiler has chosen one.
@@ -117,17 +117,9 @@ def products(module: Module) -> list[Operation]:
         depth = _depth(instruction, operands)
         size = math.prod(instruction.results[0].shape)
         kind = "scaled dot" if is_scaled else instruction.opcode
-        found.append(
-            Operation(
-                kind,
-                operands,
-                instruction.results,
-                _full_name(instruction, prefix),
-                _source(module, instruction),
-                times,
-                2 * size * depth * times,
-            )
-        )
+        types = operands, instruction.results
+        where = _full_name(instruction, prefix), _source(module, instruction)
+        found.append(Operation(kind, *types, *where, times, 2 * size * depth * times))
     return found
 
 
@@ -146,12 +138,11 @@ def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
 
 def _run(
     module: Module, name: str, times: int, prefix: str
-) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
+) -> Iterator[tuple[Instruction, Body, int, str]]:
     """Yields the instructions that run, with the names in scope and their runs."""
     body = module.computations[name]
-    names = {instruction.name: instruction for instruction in body}
-    for instruction in body:
-        yield instruction, names, times, prefix
+    for instruction in body.values():
+        yield instruction, body, times, prefix
         inner = _full_name(instruction, prefix)
         for called in instruction.runs:
             yield from _run(module, called, times * module.turns(instruction), inner)
@@ -231,21 +222,18 @@ def largest_results(module: Module, count: int) -> list[Operation]:
         _plain(module, name, instruction, instruction.opcode, ())
         for name, body in module.computations.items()
         if name not in inside
-        for instruction in body
+        for instruction in body.values()
         if not (instruction.makes_nothing or instruction.opcode in ("while", "call"))
     ]
     found.sort(key=lambda x: sum(array.bits for array in x.results), reverse=True)
     return found[:count]
 
 
-def _everything(
-    module: Module,
-) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
+def _everything(module: Module) -> Iterator[tuple[str, Instruction, Body]]:
     """Yields every instruction, with its computation and the names in scope."""
     for home, body in module.computations.items():
-        names = {instruction.name: instruction for instruction in body}
-        for instruction in body:
-            yield home, instruction, names
+        for instruction in body.values():
+            yield home, instruction, body
 
 
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -270,9 +258,7 @@ def _source(module: Module, instruction: Instruction) -> str:
     return (others or [line for _, line in lines] or [""])[0]
 
 
-def _operands(
-    instruction: Instruction, names: dict[str, Instruction]
-) -> tuple[ArrayType, ...]:
+def _operands(instruction: Instruction, names: Body) -> tuple[ArrayType, ...]:
     given = (names[name].results for name in instruction.operands if name in names)
     return tuple(array for results in given for array in results)
 

@@ -63,8 +63,7 @@ Frames = Sequence[tuple[str, str, int]]
 
 def kind_of(kernel: Kernel, frames: Frames) -> str:
     """Returns the kind of a kernel, in a word."""
-    opcode = kernel.opcode.removesuffix("-start")
-    if opcode in (*COLLECTIVES, "send", "recv"):
+    if kernel.opcode.removesuffix("-start") in (*COLLECTIVES, "send", "recv"):
         return COLLECTIVE
     if kernel.matmuls:
         return _MATMUL.format(kernel.bits)
@@ -180,9 +179,8 @@ def temporaries_by_part(
         total: The bytes of temporaries that the compiler reports.
         weight_sizes: The bytes of weights, in each width that they occur in.
     """
-    alive = _at_peak(module, module.entry)
     parts = {ACTIVATIONS: 0, GRADIENTS: 0}
-    for buffer in alive:
+    for buffer in _at_peak(module, module.entry):
         part = _part(buffer, weight_sizes)
         if part in parts:
             parts[part] += buffer.size
@@ -208,7 +206,7 @@ def _at_peak(module: Module, name: str) -> list[_Buffer]:
     buffers: list[_Buffer] = []
     inner: dict[int, list[_Buffer]] = {}
     held: dict[str, list[list[_Buffer]]] = {}
-    for place, one in enumerate(body):
+    for place, one in enumerate(body.values()):
         given = [held.get(operand, [[]]) for operand in one.operands]
         if one.opcode == "while":
             inner[place] = _at_peak(module, one.runs[0])
@@ -221,12 +219,11 @@ def _at_peak(module: Module, name: str) -> list[_Buffer]:
         elif re.search("update-slice|scatter", one.name) and given:
             held[one.name] = given[0]  # in place
         else:
-            size = sum(x.bytes for x in one.results if not x.is_on_chip)
-            made = _Buffer(size, place, source, place)
+            made = _Buffer(one.main_bytes, place, source, place)
             buffers += [made] * (made.size >= _LEAST)
             held[one.name] = [[made]]
-    if body and body[-1].name in held:  # results have memory of their own
-        kept = {id(b) for part in held[body[-1].name] for b in part}
+    for value in [*held.values()][-1:]:  # results have memory of their own
+        kept = {id(b) for part in value for b in part}
         buffers = [buffer for buffer in buffers if id(buffer) not in kept]
     return _most(buffers, inner, len(body))
 
@@ -340,12 +337,10 @@ _PALLAS = (
 
 
 def _findings(
-    module: Module,
-    kernels: Sequence[tuple[Kernel, str]],
-    frames: Mapping[int, Frames],
+    module: Module, kernels: Sequence[tuple[Kernel, str]], frames: Mapping[int, Frames]
 ) -> Iterator[str]:
     """Yields what of a program is not counted, or less often than it runs."""
-    every = (one for body in module.computations.values() for one in body)
+    every = (one for body in module.computations.values() for one in body.values())
     loops = [one for one in every if module.trips.get(one.name, 0) is None]
     hidden = [k for k, _ in kernels if k.target == PALLAS and not k.further]
     for says, found in ((_LOOPS, loops), (_PALLAS, hidden)):
@@ -356,8 +351,7 @@ def _findings(
 
 def _line(calls: Frames) -> str:
     """Returns the line of the user's code."""
-    chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
-    return line_text(_inside(chain)) or "unknown line"
+    return line_text(_inside(calls)) or "unknown line"
 
 
 def _unfit(precision: Variant, target: Device, batch: int) -> Estimate:
@@ -383,10 +377,7 @@ def _groups(
     """Returns kernels grouped by kind, line and scope; the most traffic first."""
     groups: dict[tuple[str, str, str], list[Kernel]] = {}
     for kernel, kind in kernels:
-        calls = frames.get(kernel.frame, ())
-        chain = _inside(
-            [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
-        )
+        chain = _inside(frames.get(kernel.frame, ()))
         path = function_path(chain).split("/")
         scope = _scope(kernel.source) or "/".join(dict.fromkeys(path))
         line = line_text(chain)
@@ -410,8 +401,9 @@ def _groups(
     return tuple(group for group in made[:top] if group.bytes > least)
 
 
-def _inside(chain: list[Frame]) -> list[Frame]:
+def _inside(calls: Frames) -> list[Frame]:
     """Returns the calls inside the step, without those around it or in Python."""
+    chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
     ours = [i for i, one in enumerate(chain) if one.file.startswith(_FOLDER)]
     inner = chain[ours[-1] + 1 :] if ours else chain
     return [one for one in inner if not one.file.startswith("<frozen ")]

@@ -163,12 +163,9 @@ def quantized(
 
 def _read(operations: tuple[Operation, ...]) -> Iterator[Matmul]:
     for one in operations:
-        if (
-            not one.is_low
-            or not is_low(one.format)
-            or one.phase != "forward"
-            or not one.flops
-        ):
+        if not (one.is_low and is_low(one.format) and one.flops):
+            continue
+        if one.phase != "forward":
             continue
         types = (*one.inputs[:2], *one.outputs[:1])
         shapes = [re.findall(r"\d+", kind.partition("[")[2]) for kind in types]

@@ -9,19 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from ..._settings import Rules
 from .._counter import Roof
 from .._inspect import bytes_text, flops_text, share_text
-from .._report_files import (
-    aligned,
-    document,
-    framed,
-    from_json,
-    save_as,
-    to_json,
-)
-from ._forecast_report import (
-    Content,
-    Estimate,
-    where_it_pays,
-)
+from .._report_files import aligned, document, framed, from_json, save_as, to_json
+from ._forecast_report import Content, Estimate, where_it_pays
 
 # --- Sentences and small tables, for the terminal and the page alike ------------------
 

@@ -317,8 +317,7 @@ class ForecastStep:
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
         func: Any = self.func
-        is_equinox = type(func).__module__.startswith("equinox")
-        if is_equinox and hasattr(func, "lower"):
+        if type(func).__module__.startswith("equinox") and hasattr(func, "lower"):
             func = func.__wrapped__  # the `lower` of `eqx.filter_jit` takes no shapes
         parts = {"weights": _size(args[0]), "optimizer": 0}
         parts["other arguments"] = _size((args[1:], kwargs))
@@ -353,8 +352,7 @@ class ForecastStep:
             gradient: Any = gradient_function(_CALL, loss, scaling, None, True, asked)
             args, kwargs = batch
             result = gradient(model, *args, **kwargs)
-            new = optimizer_step(model, tx, state, result)
-            return (*new, result.value)
+            return (*optimizer_step(model, tx, state, result), result.value)
 
         state, scaling = eqx.filter_eval_shape(first, model, (batch, self.kwargs))
         model, batch = place(model), place((batch, self.kwargs))
@@ -407,14 +405,8 @@ def _lower(
 
 def _has_options(func: Callable[..., PyTree], args: Any, kwargs: Any) -> bool:
     """Returns whether a jitted function may have compiler options."""
-    arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
-
-    def call(arrays: PyTree) -> PyTree:
-        args, kwargs = eqx.combine(arrays, rest)
-        return eqx.filter(func(*args, **kwargs), eqx.is_array)
-
     try:
-        jax.eval_shape(call, arrays)
+        eqx.filter_eval_shape(func, *args, **kwargs)
     except Exception:  # JAX refuses such options inside of another function
         return True
     return False

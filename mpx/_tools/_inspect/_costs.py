@@ -361,8 +361,7 @@ def residual_bytes(jaxpr: Program) -> int | None:
             inside += [count for count in found if count is not None]
     if not has_backward and not inside:
         return None
-    own = sum(bytes_of(aval_of(v)) for v in made & kept)
-    return own + max(inside, default=0)
+    return sum(bytes_of(aval_of(v)) for v in made & kept) + max(inside, default=0)
 
 
 def _filled(equation: JaxprEqn) -> set[Var]:

@@ -25,15 +25,7 @@ from ..._autocast import (
 from ..._base.errors import describe
 from ..._base.typing import Aval, DTypeLike
 from ..._base.wraps import name_of
-from ..._program import (
-    OTHERS,
-    Flops,
-    Visit,
-    aval_of,
-    is_matmul,
-    properties,
-    walk,
-)
+from ..._program import OTHERS, Flops, Visit, aval_of, is_matmul, properties, walk
 from ..._recipe_state import first_step
 from ..._settings import Precision, read_weights, unwrapped, weights_in_call, weights_of
 from ._costs import bytes_moved, flops, residual_bytes
@@ -163,9 +155,7 @@ def _residuals(traced: Traced) -> tuple[int | None, str]:
     )
 
 
-def _operations(
-    traced: Traced,
-) -> tuple[list[Visit[Fact]], tuple[Operation, ...]]:
+def _operations(traced: Traced) -> tuple[list[Visit[Fact]], tuple[Operation, ...]]:
     flow = Facts()
     inputs = [
         _input_fact(path, is_weight, aval_of(variable))

@@ -197,8 +197,7 @@ def _origin(
     promotions = [origin for origin in same if origin.is_promotion]
     if same:
         return (promotions or but_constants(same))[0]
-    name = equation.primitive.name
-    return Origin(f"made by {name}{_at(source_frames(equation))}")
+    return Origin(f"made by {equation.primitive.name}{_at(source_frames(equation))}")
 
 
 def but_constants(origins: list[Origin]) -> list[Origin]:

@@ -195,8 +195,7 @@ def _flops_by(operations: Iterable[Operation], field: str) -> dict[str, int]:
 def is_low(name: str) -> bool:
     """Returns whether a dtype or a format has 8 bits or fewer."""
     # Not float64.
-    names = ("float8", "float6_", "float4_", "FP8", "MXFP8", "NVFP4")
-    return name.startswith(names)
+    return name.startswith(("float8", "float6_", "float4_", "FP8", "MXFP8", "NVFP4"))
 
 
 def _is_in_branch(operation: Operation) -> bool:

@@ -267,8 +267,7 @@ def _summary(report: Content, width: int | None) -> list[str]:
         share = part / totals.flops
         bar = "#" * round(_BAR * share)
         add(name, share_text(share), f"{bar}  {_HOW * (name in here)}".rstrip())
-    moved = bytes_text(totals.cast_bytes)
-    add("casts", count_text(totals.casts), f"moving {moved}")
+    add("casts", count_text(totals.casts), f"moving {bytes_text(totals.cast_bytes)}")
     kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
     add("residuals", kept, totals.residuals)
     for number, line in enumerate(island_lines(report.islands)):

@@ -490,6 +490,5 @@ def _closeness(
 
 def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
     """Adds numbers to repeated names."""
-    names = numbered((each.name, None) for each in some)
-    pairs = zip(some, names, strict=True)
+    pairs = zip(some, numbered((each.name, None) for each in some), strict=True)
     return tuple(dataclasses.replace(each, name=name) for each, name in pairs)

@@ -346,8 +346,7 @@ def _violation(claim: str, limit: float, some: Iterable[Closeness]) -> Violation
         return Violation(claim, f"both programs have no {kind} in common.")
 
     def is_below(each: Closeness) -> bool:
-        found = measure(each)
-        return found < limit or each.snr == -math.inf
+        return measure(each) < limit or each.snr == -math.inf
 
     wrong = sorted(filter(is_below, looked_at), key=lambda x: x.snr)
     if not wrong:

@@ -125,8 +125,7 @@ def monitor(
             "`sample` of `mpx.monitor` must be a whole number, at least 1; got "
             f"{describe(sample)}."
         )
-    asked = asked_formats(formats)
-    return _Monitor(func, asked, read_weights(weights, CALL), sample)
+    return _Monitor(func, asked_formats(formats), read_weights(weights, CALL), sample)
 
 
 class _Monitor:
@@ -413,8 +412,7 @@ def _contracted(equation: JaxprEqn, number: int) -> int:
     dimensions = equation.params.get("dimension_numbers")
     if equation.primitive.name != "dot_general" or dimensions is None:
         return -1
-    axes = dimensions[0][number]
-    return int(axes[-1])
+    return int(dimensions[0][number][-1])
 
 
 def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> AnyArray:

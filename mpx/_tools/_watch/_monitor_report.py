@@ -161,8 +161,7 @@ def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:
         if found.above > 0:
             reasons.append(f"{_percent(found.above)} of its {row.kind}s are beyond it")
         elif found.flushed > MOST_FLUSHED:
-            share = _percent(found.flushed)
-            reasons.append(f"{share} of its {row.kind}s become zero")
+            reasons.append(f"{_percent(found.flushed)} of its {row.kind}s become zero")
         elif found.snr < LEAST_SNR:
             reasons.append(f"its {row.kind}s keep {decibels(found.snr)} dB")
     return ", ".join(reasons)
@@ -319,17 +318,12 @@ def _by_layer(seen: Statistics, kind: str) -> Iterator[tuple[str, TensorStatisti
 
 
 def _drawn(
-    numbers: np.ndarray,
-    layers: list[str],
-    steps: list[int],
-    title: str,
-    is_share: bool,
+    numbers: np.ndarray, layers: list[str], steps: list[int], title: str, is_share: bool
 ) -> Any:
     # Not pyplot, which keeps every figure and needs a display.
     from matplotlib.figure import Figure
 
-    height = 1.2 + 0.22 * len(layers)
-    figure = Figure(figsize=(8, height), layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 0.22 * len(layers)), layout="constrained")
     # For equal values matplotlib would choose a range around them, also below 0.
     ends = (0, np.nanmax(numbers) or 1) if is_share else (None, None)
     axes = figure.subplots()

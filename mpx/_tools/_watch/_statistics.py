@@ -251,8 +251,7 @@ def _reduced(arrays: Sequence[Array]) -> list[Array]:
         return (jnp.maximum(a[0], b[0]), *sums)
 
     zeros = tuple(np.float32(0) for _ in arrays)
-    axes = tuple(range(arrays[0].ndim))
-    return list(lax.reduce(tuple(arrays), zeros, join, axes))
+    return list(lax.reduce(tuple(arrays), zeros, join, tuple(range(arrays[0].ndim))))
 
 
 def sampled(x: AnyArray, sample: int) -> AnyArray:

@@ -120,11 +120,11 @@ def test_progress_is_logged_and_frames_of_python_are_left_out(on_cpu, caplog):
     with caplog.at_level("INFO", "mpx.forecast"):
         mpx.forecast(loss, ADAM, precisions="bfloat16", **on_cpu)(W, X)
     assert caplog.messages == ["Compiling bfloat16 for TPU v5e, batch 512"]
-    outer = Frame("<frozen runpy>", 1, 0, "_run_code")
-    inner = Frame("/home/me/train.py", 7, 0, "loss")
-    assert _estimate._inside([outer, inner]) == [inner]
-    ours = Frame(_estimate.__file__, 1, 0, "estimate")
-    assert _estimate._inside([outer, inner, ours, inner]) == [inner]
+    outer, inner = ("<frozen runpy>", "_run_code", 1), ("/home/me/train.py", "loss", 7)
+    found = [Frame("/home/me/train.py", 7, 0, "loss")]
+    assert _estimate._inside([inner, outer]) == found
+    ours = (_estimate.__file__, "estimate", 1)
+    assert _estimate._inside([inner, ours, inner, outer]) == found
 
 
 def test_arrays_over_a_mesh(on_cpu):
