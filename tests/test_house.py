@@ -161,8 +161,9 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that
 # see the loss scale, sums along axes of `vmap`, and weights that are computed are asked
 # for at each equation (4 and 10 lines more); and the target, for each product.
-# The rooms have fewer files on a call's way; longer names took three lines.
-LIMITS = {"autocast": (18, 1_545), "step": (28, 2_588)}
+# The rooms have fewer files on a call's way; longer names took three lines. TPUs: what
+# differs there by default (`_program/scores.py`, and words of two options).
+LIMITS = {"autocast": (19, 1_625), "step": (29, 2_700)}
 
 
 @pytest.mark.parametrize("call", LIMITS)
@@ -227,11 +228,13 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
 # Reached on 2026-11-28, without comments, docstrings and blank lines. The goals were
 # 25,500 lines in all, 7,200 of tools and 15,000 of the core, set on 26,515, 7,833 and
 # 15,549 lines; 2,310 more came before they were worked for: wrong numbers that are
-# right now (1,190), tools that are right on every target (500), CPUs (620).
-MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_290, 8_121, 17_120
+# right now (1,190), tools that are right on every target (500), CPUs (620). TPUs took
+# 980 lines, for which 300 others went: scores and streams, users' Pallas kernels, the
+# check by the loss, counts of loops without machine code.
+MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_970, 8_310, 17_540
 # Of the tests, all lines, without the rigs. The goal was 45,000 on 49,800; 3,460 more
-# came before.
-MOST_OF_TESTS = 49_100
+# came before, 1,850 for TPUs.
+MOST_OF_TESTS = 50_950
 _TOOLS = ("_tools", "__main__.py")
 _PUBLIC = ("nn", "nnx", "compat", "contrib", "__init__.py")
 _PUBLIC += ("quantization.py", "reports.py")
@@ -256,7 +259,7 @@ def test_the_tests_grow_by_decision_only():
 
 # Rooms are the entries of `mpx/` without `__init__.py`; `python -m tests.rooms` prints
 # them. Before 2026-11-28: 56 rooms, 269 modules, 197 of them loaded by `import mpx`.
-MOST_ROOMS, MOST_FLOORS, MOST_MODULES, MOST_LOADED = 20, 11, 170, 130
+MOST_ROOMS, MOST_FLOORS, MOST_MODULES, MOST_LOADED = 20, 11, 173, 130
 
 
 def test_the_rooms_can_be_held_in_one_head():
