@@ -193,7 +193,8 @@ def loss_in(layout: Layout, mesh: Mesh, sizes: Sizes, specs: Any) -> Callable[..
                 x = apply(x, weights, weight_specs)
         scale = _gathered(params["norm"], specs["norm"], layout, mesh)
         head = _gathered(params["head"], specs["head"], layout, mesh)
-        return cross_entropy((_norm(x) * scale) @ head, texts[:, 1:])
+        logits = ((_norm(x) * scale) @ head).astype(jnp.float32)
+        return cross_entropy(logits, texts[:, 1:])
 
     if not layout.is_mapped:
         return local
