@@ -46,8 +46,7 @@ def _tables(name: str, folder: Path) -> str:
         return summary.table(folder)
     texts: list[str] = []
     for found in results.read_all(_SOURCES.get(name, name), folder):
-        made = parts.tables(found, MAKERS[name])
-        texts += [table.markdown() for table in made]
+        texts += [table.markdown() for table in parts.tables(found, MAKERS[name])]
         commits = dict.fromkeys(r["commit"] for r in found.records if "commit" in r)
         of = f"; commit {', '.join(commits)}" if commits else ""
         texts.append(f"`{found.command}`; {found.device}; {found.versions_line()}{of}.")

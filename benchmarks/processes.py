@@ -92,14 +92,9 @@ def ask(
         command = [str(peers.python), "-P", str(worker)]
         if peers.packages is not None:
             environment["PYTHONPATH"] = str(peers.packages.resolve())
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        command, cwd=REPOSITORY, env=environment, text=True, **pipes
     )
     if process.stdin is None or process.stdout is None or process.stderr is None:
         raise WorkerError("the worker has no pipes")

@@ -85,10 +85,8 @@ TPU = _whole(
     "masters",
 )
 H100_MLP, B200_MLP = (
-    _whole(
-        f"MLP, width 4096, {target}; naive bfloat16", target.lower(), "ffn", "float32"
-    )
-    for target in ("H100", "B200")
+    _whole(f"MLP, width 4096, {on}; naive bfloat16", on.lower(), "ffn", "float32")
+    for on in ("H100", "B200")
 )
 _PEERS = {"Flax": "Flax fp8", "Qwix": "Qwix fp8"}
 _MPX = {"published MPX": "MPX bfloat16"}
@@ -178,8 +176,7 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
             values = [found[arms[name]][key] for name in names]
             ours = [name.startswith("mpx") for name in names]
             fill = [OURS if mine else colours["other"] for mine in ours]
-            bars = axis.barh(names, values, color=fill)
-            axis.bar_label(bars, fmt="%.2f", padding=3)
+            axis.bar_label(axis.barh(names, values, color=fill), fmt="%.2f", padding=3)
             axis.set(title=title, xlim=(0, 1.25), xticks=())
             axis.title.set_size(9)
             axis.spines[["top", "right", "bottom"]].set_visible(False)

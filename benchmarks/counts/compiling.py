@@ -61,9 +61,7 @@ class Compiler:
                 "steps": part.__name__.rpartition(".")[2],
                 "cases": ours,
                 "known": sorted(
-                    (program, by)
-                    for program, on, by in self.known.counts
-                    if on == target
+                    (p, by) for p, on, by in self.known.counts if on == target
                 ),
             }
             answers = processes.ask(side, request, self.peers, libraries=self.libraries)
@@ -84,26 +82,15 @@ class Compiler:
             self.known.add(program, target, by, answer["counts"])
         else:
             self.reused += 1
-        found.records.append(
-            {
-                **answer["case"],
-                "target": target,
-                "program": program,
-                "compiler": by,
-                "counts": self.known.counts[program, target, by],
-            }
-        )
+        of = {"target": target, "program": program, "compiler": by}
+        counts = self.known.counts[program, target, by]
+        found.records.append({**answer["case"], **of, "counts": counts})
 
 
 def make_progress(console: Any) -> Progress:
     """A progress bar for compilations."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, console=console, transient=True)
 
 
 def _arm(case: dict[str, Any]) -> str:

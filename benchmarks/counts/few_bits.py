@@ -29,10 +29,7 @@ _ROWS: tuple[tuple[str, Kept, str], ...] = (
         for whole in ("Llama, scan", "ffn")
         for case in (
             ("float32", NAIVE),
-            ("masters", DELAYED),
-            ("16 bits", DELAYED),
-            ("8 bits", DELAYED),
-            ("0 bits", DELAYED),
+            *((kept, DELAYED) for kept in ("masters", *FEW)),
         )
     ),
     *((PART, kept, "adam") for kept in ("masters", *FEW)),
@@ -61,8 +58,7 @@ def _part(case: Case, devices: list[Any] | None) -> ArrayStep:
         return (weight, optimizer.init(weight)), (weight, jnp.asarray(True))
 
     def step(weight: Array, state: Any, batch: Any) -> tuple:
-        updated = mpx.optimizer_update(weight, optimizer, state, *batch)
-        return (*updated, batch[1])
+        return (*mpx.optimizer_update(weight, optimizer, state, *batch), batch[1])
 
     return built(initial, step, devices)
 

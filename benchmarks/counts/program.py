@@ -72,5 +72,4 @@ def operand_and_result_bytes(text: str) -> int:
         operands = (body[one] for one in instruction.operands if one in body)
         return instruction.bytes + sum(one.bytes for one in operands)
 
-    kernels = counter.parse(text).kernels(size)
-    return sum(times * size(*run) for *run, times in kernels)
+    return sum(times * size(*run) for *run, times in counter.parse(text).kernels(size))

@@ -45,8 +45,7 @@ HEADS = """| rewrite | step | traffic, MB | off | ratio | memory, MB | off | rat
 def _by_take(turn: Any, x: Any, stacked: Any) -> tuple[Any, None]:
     """A loop in Python over rows of stacked weights, each looked up by `jnp.take`."""
     for index in range(jax.tree.leaves(stacked)[0].shape[0]):
-        rows = jax.tree.map(partial(jnp.take, indices=index, axis=0), stacked)
-        x, _ = turn(x, rows)
+        x, _ = turn(x, jax.tree.map(partial(jnp.take, indices=index, axis=0), stacked))
     return x, None
 
 

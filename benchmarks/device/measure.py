@@ -95,8 +95,7 @@ class Worker:
             if case == ABOUT:
                 return about(self.device, self.sizes.matrix)
             self._check(case)
-            found = self._pair(case)
-            return {**found, "took": round(time.perf_counter() - start, 1)}
+            return {**self._pair(case), "took": round(time.perf_counter() - start, 1)}
         except SkippedError as reason:
             return {"skipped": str(reason)}
         except Exception as error:  # whatever it is, the other cases go on
@@ -128,8 +127,7 @@ class Worker:
             return whole_steps.build(one, seed=0)
         from ..models import plain as residual_models
 
-        fields = ("", case.model, case.blocks, case.batch, arm)
-        one = residual_models.Case(*fields)
+        one = residual_models.Case(*("", case.model, case.blocks, case.batch, arm))
         return residual_models.build(self.arms[arm], one, seed=0)
 
     def _pair(self, case: Case) -> dict[str, Any]:

@@ -26,8 +26,7 @@ LIKE = 0.1
 def name(case: Case) -> str:
     """A case in words, on one line."""
     model = " to ".join(map(str, case.features)) or case.model
-    batch = str(case.batch or "")
-    return ", ".join(filter(None, (case.part, model, batch, case.arm)))
+    return ", ".join(filter(None, (case.part, model, str(case.batch or ""), case.arm)))
 
 
 def in_short(record: Record) -> str:

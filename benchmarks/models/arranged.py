@@ -75,8 +75,7 @@ class Order:
             return block
 
         def again(layers: Layers, x: Array) -> Array:
-            one = jax.checkpoint(lambda x: block(layers, x), policy=self.policy)
-            return one(x)
+            return jax.checkpoint(lambda x: block(layers, x), policy=self.policy)(x)
 
         return again
 
@@ -161,8 +160,7 @@ def _attend(
     full = logits.astype(jnp.float32)
     full = full if mask is None else jnp.where(mask, full, -jnp.inf)
     weights = jax.nn.softmax(full).astype(value.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-    return mixed.reshape(batch, length, -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1)
 
 
 def rms_norm(layers: Layers, name: str, x: Array) -> Array:

@@ -73,6 +73,8 @@ class Layout:
         return P()
 
 
+_ONCE = f"{MICRO_BATCHES} micro-batches on each device, summed once"
+_SHARED: dict[str, Any] = {"accumulate": MICRO_BATCHES * DEVICES, "shares": True}
 LAYOUTS = {
     "data parallel": Layout("data parallel", is_divided=False),
     "data parallel, shard_map": Layout(
@@ -84,23 +86,12 @@ LAYOUTS = {
         accumulate=MICRO_BATCHES,
     ),
     "data parallel, shared": Layout(
-        f"data parallel, {MICRO_BATCHES} micro-batches on each device, summed once",
-        is_divided=False,
-        accumulate=MICRO_BATCHES * DEVICES,
-        shares=True,
+        f"data parallel, {_ONCE}", is_divided=False, **_SHARED
     ),
     "data parallel, in order": Layout(
-        "the same, summed in order",
-        is_divided=False,
-        accumulate=MICRO_BATCHES * DEVICES,
-        shares=True,
-        in_order=True,
+        "the same, summed in order", is_divided=False, in_order=True, **_SHARED
     ),
-    "fsdp, shared": Layout(
-        f"FSDP, {MICRO_BATCHES} micro-batches on each device, summed once",
-        accumulate=MICRO_BATCHES * DEVICES,
-        shares=True,
-    ),
+    "fsdp, shared": Layout(f"FSDP, {_ONCE}", **_SHARED),
     "fsdp, compiler": Layout("FSDP by the compiler, activations pinned", pins=True),
     "fsdp, constraint": Layout(
         "FSDP, weights constrained at use", gathers="constraint"
@@ -193,7 +184,8 @@ def loss_in(layout: Layout, mesh: Mesh, sizes: Sizes, specs: Any) -> Callable[..
                 x = apply(x, weights, weight_specs)
         scale = _gathered(params["norm"], specs["norm"], layout, mesh)
         head = _gathered(params["head"], specs["head"], layout, mesh)
-        return cross_entropy((_norm(x) * scale) @ head, texts[:, 1:])
+        logits = ((_norm(x) * scale) @ head).astype(jnp.float32)
+        return cross_entropy(logits, texts[:, 1:])
 
     if not layout.is_mapped:
         return local

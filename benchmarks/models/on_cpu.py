@@ -184,8 +184,7 @@ def built(sizes: Any, names: list[str]) -> Iterator[tuple[str, Any, float]]:
     arms, exact = known_arms("ON_CPU"), None
     for name in names:
         loss = loss_of(sizes, is_flax=name == FLAX)
-        arm = arms[names[0] if name == FLAX else name]  # Flax casts in its layers
-        made = _made(sizes, arm, loss)
+        made = _made(sizes, arms[names[0] if name == FLAX else name], loss)
         function = made.jitted().lower(made.state, made.batch).compile()
         data, rate = made.batch
         # First steps that change nothing but the scales.
@@ -236,7 +235,6 @@ def _made(sizes: Any, arm: Arm, loss: Any) -> ArrayStep:
 
     def step(tree: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
         data, rate = batch
-        update = arm.make_step(loss, optax.sgd(rate))
-        return update(tree, opt_state, scaling, data)
+        return arm.make_step(loss, optax.sgd(rate))(tree, opt_state, scaling, data)
 
     return build(initial, step, seed=0)

@@ -45,8 +45,7 @@ def by_pallas(query: Array, key: Array, value: Array) -> Array:
 def _mixed(layers: Layers, joined: Array, heads: int) -> Array:
     """What attention makes of one product for query, key and value."""
     parts = joined.reshape(*joined.shape[:2], 3 * heads, -1)
-    mixed = layers.attend(*jnp.split(parts, 3, axis=2))
-    return mixed.reshape(*joined.shape[:2], -1)
+    return layers.attend(*jnp.split(parts, 3, axis=2)).reshape(*joined.shape[:2], -1)
 
 
 def vit(sizes: Sizes, order: Order) -> Model:

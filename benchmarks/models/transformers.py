@@ -114,16 +114,9 @@ class ViT(eqx.Module):
         tokens = (height // patch) * (width // patch) + class_token
         self.class_token = jnp.zeros((1, problem.width)) if class_token else None
         self.place = jnp.zeros((tokens, problem.width))
+        sizes = problem.width, problem.hidden, problem.heads
         self.blocks = [
-            Block(
-                problem.width,
-                problem.hidden,
-                problem.heads,
-                block_key,
-                dropout=dropout,
-                full=full,
-            )
-            for block_key in keys[2:]
+            Block(*sizes, key, dropout=dropout, full=full) for key in keys[2:]
         ]
         self.norm = eqx.nn.LayerNorm(problem.width)
         self.head = eqx.nn.Linear(problem.width, problem.classes, key=keys[1])

@@ -111,8 +111,7 @@ def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     hidden = jax.nn.silu(jax.lax.ragged_dot(sorted_rows, gate, counts))
     hidden = hidden * jax.lax.ragged_dot(sorted_rows, up, counts)
     out = jax.lax.ragged_dot(hidden, down, counts)
-    back = jnp.argsort(order)
-    out = out[back].reshape(-1, TAKEN, x.shape[-1]) * shares[..., None]
+    out = out[jnp.argsort(order)].reshape(-1, TAKEN, x.shape[-1]) * shares[..., None]
     return jnp.sum(out, 1).reshape(x.shape)
 
 
@@ -153,8 +152,7 @@ def _resnet(layers: Layers, x: Array, labels: Array, sizes: Sizes) -> Array:
         for index in range(sizes.layers):
             part = layers.at(f"stage{stage}_{index}")
             x = _bottleneck(part, x, 64 * 2**stage, 2 if stage and not index else 1)
-    pooled = jnp.mean(x, (1, 2))
-    return cross_entropy(head(layers, pooled, sizes.classes), labels)
+    return cross_entropy(head(layers, jnp.mean(x, (1, 2)), sizes.classes), labels)
 
 
 def _bottleneck(layers: Layers, x: Array, channels: int, stride: int) -> Array:

@@ -302,8 +302,7 @@ def _by_flax(model: Model) -> Model:
 
 def _by_hand(case: Case, model: Model, attend: Attention | None) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
-    products = {QWIX: peers.by_qwix, **eight_bits.PRODUCTS}
-    product = products.get(case.arm, jnp.matmul)
+    product = {QWIX: peers.by_qwix, **eight_bits.PRODUCTS}.get(case.arm, jnp.matmul)
     optimizer = _optimizer(case.weights)
     update = _update_masters if case.weights == "masters" else _update
 

@@ -197,6 +197,7 @@ def samples(found: Results, arm: str, data: str, what: str) -> list[float]:
 # What a technique is for, and what it costs: words, arm without, data, number.
 Measured = tuple[str, str, str, str]
 _MEAN = f"error of the mean of {DRAWS} quantizations of a gradient"
+_APART = "from the weight of forward to that of backward"
 TECHNIQUES: dict[str, tuple[Measured, Measured]] = {
     "Hadamard transform": (
         ("numbers beside an outlier that become zero", PLAIN, "techniques", "zeros"),
@@ -207,12 +208,7 @@ TECHNIQUES: dict[str, tuple[Measured, Measured]] = {
         ("error of one of them", PLAIN, "techniques", "gradient"),
     ),
     "square blocks": (
-        (
-            "from the weight of forward to that of backward",
-            PLAIN,
-            "techniques",
-            "two weights",
-        ),
+        (_APART, PLAIN, "techniques", "two weights"),
         ("error of the weight", PLAIN, "techniques", "weight"),
     ),
 }

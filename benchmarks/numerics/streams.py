@@ -94,8 +94,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         plain = loss_of(model, lambda w: w)
         losses = {NAIVE: loss_of(model, lambda w: w.astype(jnp.bfloat16))}
         for arm, stream in STREAMS.items():
-            cast = mpx.autocast(plain, target="tpu v5e", residual_stream=stream)
-            losses[arm] = cast
+            losses[arm] = mpx.autocast(plain, target="tpu v5e", residual_stream=stream)
         words = jax.random.randint(jax.random.key(100), (ROWS, TOKENS), 0, WORDS)
         shapes = jax.eval_shape(lambda: parameters(layers, 0)), words  # noqa: B023
         options: dict[str, Any] = {"xla_allow_excess_precision": False}

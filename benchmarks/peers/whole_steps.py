@@ -55,6 +55,5 @@ def by_qwix(x: Array, weight: Array) -> Array:
     )
     layer = linen.Dense(weight.shape[1], use_bias=False, dtype=x.dtype)
     quantized = qwix.quantize_model(layer, qwix.QtProvider([rule]))
-    rows = x.reshape(-1, x.shape[-1])
-    y = quantized.apply({"params": {"kernel": weight}}, rows)
+    y = quantized.apply({"params": {"kernel": weight}}, x.reshape(-1, x.shape[-1]))
     return jnp.asarray(y).reshape(*x.shape[:-1], -1)

@@ -37,8 +37,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         lowered = {}
         for arm in arms:
             with mpx.autocast(target=target, ambient=True):
-                case = Case(target, "ffn", "float32", arm)
-                step = whole_steps.build(case, devices)
+                step = whole_steps.build(Case(target, "ffn", "float32", arm), devices)
                 lowered[arm] = step.jitted().lower(step.state, step.batch)
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         for index in range(ROUNDS + 1):

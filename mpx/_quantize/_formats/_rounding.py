@@ -249,7 +249,8 @@ def round_to_format(
         the largest; NaN stays NaN; zeros keep their sign. An infinity here is a finite
         value times a scale; see `_quantizers/_kinds.py`.
     """
-    return jnp.where(jnp.isnan(x), jnp.nan, round_finite(x, format, to_integers(key)))
+    rounded = round_finite(x, format, to_integers(key))
+    return jnp.where(jnp.isnan(x), jnp.nan, rounded)
 
 
 def to_integers(key: Key | None = None) -> Callable[[Array], Array]:
