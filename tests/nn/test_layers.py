@@ -327,7 +327,7 @@ ROTARY = {"heads": 8, "use_rotary_positions": True}
         bad("must be a positive", lambda: attention(heads=0)),
         bad("an even head size", lambda: attention(**ROTARY)),
         bad("'causal'", lambda: attention(self_attention_mask_type="x")),
-        bad("None, 'xla' or", lambda: attention(implementation="x")),
+        bad("None, 'xla', 'cudnn' or", lambda: attention(implementation="x")),
         bad("does not support dropout by a key", lambda: attention(**CUDNN)),
         bad(RATE, lambda: attention(attention_dropout=1.0)),
         bad(RATE, lambda: transformer(hidden_dropout=-0.1)),
