@@ -245,7 +245,8 @@ def _biased(case: Case) -> list[Value] | None:
 
     So the branch is summed in float32, and the half-precision stream is rounded once.
     """
-    pairs = (case.operands, case.operands[::-1]) if case.name == "add" else ()
+    is_ours = case.name == "add" and not case.settings.rules._first_of("add")
+    pairs = (case.operands, case.operands[::-1]) if is_ours else ()
     for summed, bias in pairs:
         if summed.summands:
             y, x = sorted(summed.summands[::-1], key=lambda v: v.facts.is_stream)
@@ -468,7 +469,7 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
     factor = case.ahead.factors.get(equation.outvars[0])
-    if factor is not None:
+    if factor is not None and dtype == jnp.bfloat16:  # not in a region of float16
         equation = with_factor(equation, factor)
         (result,) = bind_equation(equation, *arrays)
         return [Value(result, Facts(is_scaled=True))]

@@ -420,7 +420,7 @@ class NoLossScaling(AbstractLossScaling):
 
     A decision by the gradients needs all of them before the first weight changes. So
     XLA's compiler for TPUs cannot compute the optimizer in the kernels of gradients,
-    and moves up to 15 % more bytes, unless the step clips by the global norm. The loss
+    and moves up to 7 % more bytes, unless the step clips by the global norm. The loss
     is known before the backward pass begins. `zeroed` counts the steps with a finite
     loss in which elements of gradients were set to zero: a NaN from a layer's
     derivative reaches all layers before it, and in these steps they do not learn.

@@ -426,11 +426,19 @@ def is_scaled(value: Atom, makers: Makers) -> bool:
 
     A half-precision sum would lose that. Dropout multiplies by a number above one.
     """
-    return any(
-        maker.primitive.name in ("mul", "div") and not _enlarges(maker, makers)
-        for _, maker in _elementwise(value, makers)
-        if maker
-    )
+    found = _elementwise(value, makers)
+    # A mask is a truth value.
+    found = (maker for a, maker in found if maker and aval_of(a).dtype != bool)
+    return any(_scales(maker, makers) for maker in found)
+
+
+def _scales(equation: JaxprEqn, makers: Makers) -> bool:
+    if equation.primitive.name in ("mul", "div"):
+        return not _enlarges(equation, makers)
+    if not properties(equation.primitive.name).joins_regions:
+        return False
+    inner = open_jaxpr(program_of(equation))
+    return any(_scales(one, makers_of(inner)) for one in inner.eqns)
 
 
 def _enlarges(equation: JaxprEqn, makers: Makers) -> bool:

@@ -56,10 +56,9 @@ def dot_product_attention(
     (`flash_attention`) takes bfloat16, sequences of a multiple of 128 and heads of 64,
     one key per query head, and `is_causal` only. By default it is used from sequences
     of 1,024 on, and on one device or in `shard_map`, as XLA does not divide it between
-    devices. Everywhere else
-    attention is two matmuls with a softmax between them. Under `mpx.autocast` query,
-    key and value of a float32 model are cast first; `mpx.explain` reports which
-    implementation was chosen, and why.
+    devices. Everywhere else attention is two matmuls with a softmax between them. Under
+    `mpx.autocast` query, key and value of a float32 model are cast first; `mpx.explain`
+    reports which implementation was chosen, and why.
 
     Scores are summed, scaled and exponentiated in float32. Saved for backward: with the
     kernel query, key, value, the result and one float32 for each row; with matmuls the

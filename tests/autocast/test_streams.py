@@ -36,6 +36,10 @@ def small_step(w, x, key):
     return x + 0.01 * (jnp.tanh(x) @ w)
 
 
+def small_step_in_a_function(w, x, key):
+    return x + jax.jit(lambda y: 0.01 * y)(jnp.tanh(x) @ w)
+
+
 def of_a_layer_scale(w, x, key):
     return x + jnp.broadcast_to(w[0], x.shape) * (normed(x) @ w)
 
@@ -45,7 +49,7 @@ def gated(w, x, key):
 
 
 HALF = [plain, with_bias, with_dropout]
-FULL = [small_step, of_a_layer_scale, gated]
+FULL = [small_step, small_step_in_a_function, of_a_layer_scale, gated]
 
 
 def weights(layers, key=0):
@@ -102,6 +106,13 @@ def test_the_word_says_which_streams_are_half(word, blocks, target):
         cast = mpx.autocast(loss, residual_stream=word, target=target)
         found = dtype_of_sums(cast, weights(3), inputs())
         assert ("bfloat16" in found) == (block in blocks), (block, found)
+
+
+def test_a_rule_for_sums_comes_before_the_order_of_a_bias():
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="add"))
+    loss = functools.partial(unrolled, with_bias)
+    cast = mpx.autocast(loss, target=TPU, rules=rules)
+    assert dtype_of_sums(cast, weights(3), inputs()) == {"float32"}
 
 
 def gradient_error(loss, *args, **options):
