@@ -289,10 +289,11 @@ class _DemandFlow(BackwardFlow[Demand]):
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
-        if self._keeps_scores(here) and (
-            found := self._of_scores(equation, here, results)
-        ):
-            return found
+        of_scores = self._keeps_scores(here) and self._of_scores(
+            equation, here, results
+        )
+        if of_scores:
+            return of_scores
         if known.kind is not PrimitiveClass.RECURSE:
             found = _operand_demands(here, equation, results)
             if equation.primitive.name == "pallas_call":
@@ -351,13 +352,11 @@ class _DemandFlow(BackwardFlow[Demand]):
         if equation.primitive.name != "add":
             return False
         for atom in equation.invars:
-            maker = (
-                None if isinstance(atom, Literal) else self.makers.equations.get(atom)
-            )
-            if maker is None or self.makers.readers[atom] != 1:
+            is_read_here = not self.is_declared(atom) and self.makers.readers[atom] == 1
+            maker = self.makers.equations.get(atom) if is_read_here else None
+            if maker is None or any(map(self.is_declared, maker.invars)):
                 continue
-            is_declared = any(map(self.is_declared, maker.invars))
-            if not is_declared and self._is_residual(maker, False, here):
+            if self._is_residual(maker, False, here):
                 self.unbiased.update(maker.outvars)
                 return True
         return False

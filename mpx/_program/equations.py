@@ -443,10 +443,7 @@ def number_of(atom: Atom, makers: Mapping[Atom, JaxprEqn]) -> float | None:
         if maker.primitive.name == "broadcast_in_dim":
             atom = maker.invars[0]
             continue
-        # Not collectives, which depend on an axis, and not what makes numbers.
-        is_of_axis = not maker.params.keys().isdisjoint(("axes", "axis_name"))
-        is_known = properties(maker.primitive.name).kind in _SCALAR and maker.invars
-        if not is_known or is_of_axis or maker.effects:
+        if properties(maker.primitive.name).kind not in _SCALAR or maker.effects:
             return None
         if any(aval_of(a).shape for a in (*maker.invars, *maker.outvars)):
             return None

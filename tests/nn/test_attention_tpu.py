@@ -57,6 +57,16 @@ def test_values_and_gradients_are_those_of_attention(interpreted, is_causal):
         assert 0 < error < 1.2 * known
 
 
+@pytest.mark.parametrize("lengths", [(128, 256), (256, 128)])
+def test_causal_attention_of_other_lengths(interpreted, lengths):
+    q, k, v = (x[:, :n] for x, n in zip(FACTORS, (*lengths, lengths[1]), strict=True))
+    found, known = (
+        tpu(functools.partial(attend, is_causal=True))(q, k, v)
+        for attend in (by_kernel, by_products)
+    )
+    assert jnp.linalg.norm(found - known) < 5e-3 * jnp.linalg.norm(known)
+
+
 def test_batches_and_second_derivatives(interpreted):
     func, reference = (
         tpu(functools.partial(loss, f, is_causal=True))
