@@ -289,11 +289,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
-        of_scores = self._keeps_scores(here) and self._of_scores(
-            equation, here, results
-        )
-        if of_scores:
-            return of_scores
+        scores = self._keeps_scores(here) and self._of_scores(equation, here, results)
+        if scores:
+            return scores
         if known.kind is not PrimitiveClass.RECURSE:
             found = _operand_demands(here, equation, results)
             if equation.primitive.name == "pallas_call":
