@@ -33,6 +33,7 @@ from .._program import (
     parts,
     properties,
     with_factor,
+    with_flat_gradient,
     with_half_blocks,
 )
 from .._settings import Precision, Rule
@@ -468,6 +469,10 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
+    is_on_gpu = case.settings.device.platform == "cuda"
+    if case.name == "conv_general_dilated" and is_on_gpu:
+        is_weight = case.operands[1].facts.is_declared
+        arrays[1:] = map(with_flat_gradient, arrays[1:]) if is_weight else arrays[1:]
     factor = case.ahead.factors.get(equation.outvars[0])
     if factor is not None and dtype == jnp.bfloat16:  # not in a region of float16
         equation = with_factor(equation, factor)

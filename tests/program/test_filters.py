@@ -1,0 +1,109 @@
+"""Gradients of filters come in the layout of the filters, where that is faster."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import mpx
+
+CURRENT = mpx.Float8CurrentScaling()
+
+
+def convolved(filters: Any, images: Any) -> Any:
+    window = jax.lax.conv_general_dilated(
+        images, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jnp.mean(jnp.square(window.astype(jnp.float32)))
+
+
+@functools.cache
+def arrays() -> tuple[Any, Any]:
+    normal = np.random.default_rng(0).standard_normal
+    shapes = (3, 3, 4, 8), (8, 6, 6, 4)
+    filters, images = (np.float32(normal(shape)) for shape in shapes)
+    return filters, images
+
+
+def flattened(function: Any, *args: Any) -> int:
+    """How many barriers on flat filters its program for CUDA has."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lines = (line for line in text.splitlines() if "optimization_barrier" in line)
+    return sum("tensor<288xbf16>" in line for line in lines)
+
+
+def gradient(target: str, **options: Any) -> Any:
+    return jax.grad(mpx.autocast(convolved, jnp.bfloat16, target=target, **options))
+
+
+@pytest.mark.parametrize(
+    ("target", "count"), [("H100", 1), ("B200", 1), ("cpu", 0), ("tpu v5e", 0)]
+)
+def test_the_gradient_of_a_filter_is_flat_behind_a_barrier_on_gpus(target, count):
+    assert flattened(gradient(target), *arrays()) == count
+
+
+def test_a_recipe_does_the_same():
+    assert flattened(gradient("H100", recipe=CURRENT), *arrays()) == 1
+
+
+def test_values_are_those_of_another_device():
+    found, expected = (gradient(one)(*arrays()) for one in ("H100", "tpu v5e"))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("transform", [jax.jacfwd, jax.hessian])
+def test_derivatives_of_any_kind_have_the_same_values(transform):
+    filters, images = arrays()
+    filters, images = filters[:1, :1, :2, :2], images[..., :2]
+    found, expected = (
+        transform(mpx.autocast(convolved, jnp.bfloat16, target=one))(filters, images)
+        for one in ("H100", "tpu v5e")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_batch_of_filters_has_the_same_values():
+    filters, images = arrays()
+    found, expected = (
+        jax.vmap(gradient(one), (0, None))(jnp.stack([filters, filters]), images)
+        for one in ("H100", "tpu v5e")
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_filters_that_are_computed_are_left_alone():
+    def standardized(filters: Any, images: Any) -> Any:
+        mean = jnp.mean(filters, (0, 1, 2), keepdims=True)
+        return convolved(filters - mean, images)
+
+    run = jax.grad(mpx.autocast(standardized, jnp.bfloat16, target="H100"))
+    assert flattened(run, *arrays()) == 0
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]), ("data",))
+
+
+def test_sharded_filters_are_not_gathered_to_be_flattened():
+    specs = P(None, None, None, "data"), P("data")
+    sharded = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh(), spec))
+        for x, spec in zip(arrays(), specs, strict=True)
+    ]
+    assert flattened(gradient("H100"), *sharded) == 0
+
+
+def test_each_device_of_a_shard_map_has_filters_of_its_own():
+    run = jax.shard_map(
+        lambda *args: jax.lax.psum(gradient("H100")(*args), "data"),
+        mesh=mesh(),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    assert flattened(run, *arrays()) == 1
