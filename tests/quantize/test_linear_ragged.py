@@ -205,6 +205,20 @@ def test_the_path_of_another_device_runs_on_the_cpu(target: str):
     jax.tree.map(np.testing.assert_array_equal, found, here)
 
 
+def test_the_copies_of_two_gradients_do_not_wait_at_once():
+    """On a GPU, where each product is one of a copy of the rows for each group."""
+    product = product_of(dtype="bfloat16", target=target_from("H100"))
+    run = jax.jit(functools.partial(result_and_gradients, product))
+    program = run.trace(*arrays()).lower(lowering_platforms=("cuda",)).as_text()
+    lines = program.splitlines()
+    shape = f"tensor<{len(SIZES)}x{DEPTH}x{COLUMNS}xbf16>"
+    barriers = [line for line in lines if "optimization_barrier" in line]
+    # The weight's gradient, with the codes that the data's is computed from.
+    assert sum(shape in line and "f8E5M2" in line for line in barriers) == 1
+    results = [line.rpartition("->")[2] for line in lines if "ragged_dot" in line]
+    assert len(results) == 3 and not any("f32" in line for line in results)
+
+
 def test_scales():
     x, w, _ = arrays()
     with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
