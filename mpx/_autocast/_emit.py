@@ -34,6 +34,7 @@ from .._program import (
     properties,
     with_factor,
     with_flat_gradient,
+    with_gradients_at_once,
     with_half_blocks,
 )
 from .._settings import Precision, Rule
@@ -469,10 +470,8 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     equation = case.equation.replace(params=params)
-    is_on_gpu = case.settings.device.platform == "cuda"
-    if case.name == "conv_general_dilated" and is_on_gpu:
-        is_weight = case.operands[1].facts.is_declared
-        arrays[1:] = map(with_flat_gradient, arrays[1:]) if is_weight else arrays[1:]
+    if case.settings.device.platform == "cuda":
+        arrays = _with_ordered_gradients(case, arrays)
     factor = case.ahead.factors.get(equation.outvars[0])
     if factor is not None and dtype == jnp.bfloat16:  # not in a region of float16
         equation = with_factor(equation, factor)
@@ -483,3 +482,20 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
     return list(map(computed, bind(equation, *arrays)))
+
+
+# So many times larger than the data, a result waits for the gradient of the weight.
+_MUCH_LARGER = 4
+
+
+def _with_ordered_gradients(case: Case, arrays: list[AnyArray]) -> list[AnyArray]:
+    """Returns the operands of a product of data and a weight: see `layouts`."""
+    are_weights = [value.facts.is_declared for value in case.operands]
+    if case.name == "conv_general_dilated" and are_weights[1]:
+        return [arrays[0], with_flat_gradient(arrays[1])]
+    if case.name != "dot_general" or are_weights.count(True) != 1:
+        return arrays
+    data = count(arrays[are_weights.index(False)].shape)
+    if count(aval_of(case.equation.outvars[0]).shape) < _MUCH_LARGER * data:
+        return arrays
+    return list(with_gradients_at_once(*arrays))

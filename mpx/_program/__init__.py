@@ -15,7 +15,7 @@ The only fact about precision here is each primitive's default class. In order:
 - `probe`: runs a program and records facts about its values;
 - `widening`: rewrites a half-precision program to float32;
 - `kernels`: Pallas kernels whose operands and results are in half precision;
-- `layouts`: gradients of filters in the layout of the filters;
+- `layouts`: barriers on gradients, for their layout and their order;
 - `cpu_products`: bfloat16 matmuls and convolutions in the form for CPUs.
 """
 
@@ -71,7 +71,7 @@ from .islands import (
     reachable,
 )
 from .kernels import accesses_of_wide_only, is_reference, with_half_blocks
-from .layouts import flat, with_flat_gradient
+from .layouts import flat, with_flat_gradient, with_gradients_at_once
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
 from .probe import Probe, Records, Tagged, is_seen_into, probed
 from .remat import (

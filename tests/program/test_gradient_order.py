@@ -1,4 +1,4 @@
-"""Gradients of filters come in the layout of the filters, where that is faster."""
+"""Gradients of filters in their own layout, those of a head's weight in time."""
 
 import functools
 from typing import Any
@@ -107,3 +107,52 @@ def test_each_device_of_a_shard_map_has_filters_of_its_own():
         check_vma=False,
     )
     assert flattened(run, *arrays()) == 1
+
+
+def logits_loss(weight: Any, data: Any) -> Any:
+    logits = jnp.tanh(data @ jnp.ones((16, 16))) @ weight
+    return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), -1))
+
+
+def ends(target: str, classes: int = 64) -> Any:
+    normal = np.random.default_rng(0).standard_normal
+    args = np.float32(normal((16, classes))), np.float32(normal((8, 16)))
+    return mpx.autocast(logits_loss, jnp.bfloat16, target=target), args
+
+
+def waiting(function: Any, *args: Any) -> int:
+    """How many barriers its program for CUDA has on both gradients of the head."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lines = (line for line in text.splitlines() if "optimization_barrier" in line)
+    return sum("tensor<8x16xbf16>, tensor<16x64xbf16>" in line for line in lines)
+
+
+@pytest.mark.parametrize(("target", "count"), [("H100", 1), ("cpu", 0)])
+def test_the_gradient_of_a_heads_weight_is_computed_with_that_of_the_data(
+    target, count
+):
+    loss, args = ends(target)
+    assert waiting(jax.grad(loss, argnums=(0, 1)), *args) == count
+
+
+def test_without_one_of_the_gradients_nothing_waits():
+    loss, args = ends("H100")
+    assert waiting(jax.grad(loss, argnums=1), *args) == 0
+
+
+def test_a_smaller_result_is_not_waited_for():
+    loss, args = ends("H100", classes=32)
+    assert waiting(jax.grad(loss, argnums=(0, 1)), *args) == 0
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
+def test_gradients_of_a_head_have_the_same_values(transform):
+    found, expected = (
+        transform(loss, argnums=(0, 1))(*args)
+        for loss, args in map(ends, ("H100", "tpu v5e"))
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
+        found,
+        expected,
+    )
