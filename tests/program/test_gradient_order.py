@@ -156,3 +156,21 @@ def test_gradients_of_a_head_have_the_same_values(transform):
         found,
         expected,
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"), [(mpx.MXFP8BlockScaling(), 1), (mpx.Float8CurrentScaling(), 0)]
+)
+def test_blocks_of_a_gradient_do_not_wait_for_the_gradient_of_the_weight(recipe, count):
+    """Both are quantized along two axes, and XLA would keep both until the end."""
+
+    def loss(weight: Any, data: Any) -> Any:
+        return jnp.sum(jnp.tanh(data @ weight) @ jnp.ones((64, 1)))
+
+    normal = np.random.default_rng(0).standard_normal
+    args = np.float32(normal((96, 64))), np.float32(normal((32, 96)))
+    half = mpx.autocast(loss, jnp.bfloat16, target="B200", recipe=recipe)
+    run = jax.jit(jax.grad(half, argnums=(0, 1)))
+    program = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    lines = [x for x in program.splitlines() if "optimization_barrier" in x]
+    assert sum("tensor<96x64xbf16>" in line for line in lines) == count

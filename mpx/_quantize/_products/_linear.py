@@ -37,7 +37,7 @@ from ._lowering import (
     stored,
     times_scales,
 )
-from ._operands import Copies, has_blocks
+from ._operands import Copies, has_blocks, kernel_of
 from ._product import AbstractProduct, Extra, Residuals, without_padding
 
 
@@ -119,11 +119,30 @@ class LinearProduct(AbstractProduct):
         is_summed = self.reduce_dtype is not None
         gives = (self.dtype, False), (self.weight_gradient_dtype, is_summed)
         left_gives, right_gives = self._ordered(*gives)
-        dx, dw = self._ordered(
-            product(for_left, right, numbers.for_left, *left_gives),
-            product(left, for_right, numbers.for_right, *right_gives),
-        )
+
+        def of_left(operand: Operand) -> Array:
+            return product(operand, right, numbers.for_left, *left_gives)
+
+        def of_right(operand: Operand) -> Array:
+            return product(left, operand, numbers.for_right, *right_gives)
+
+        of_data, of_weight = self._ordered(of_left, of_right)
+        for_data, for_weight = self._ordered(for_left, for_right)
+        dw = of_weight(for_weight)
+        if self._has_copies_for_each_product():
+            dw, for_data = lax.optimization_barrier((dw, for_data))
+        dx = of_data(for_data)
         return without_padding(dx, likes[0].shape), without_padding(dw, likes[1].shape)
+
+    def _has_copies_for_each_product(self) -> bool:
+        """Returns whether XLA would keep copies for all weights' gradients at once.
+
+        It quantizes along two axes for the two products of a gradient, and computes
+        that of the weight at the end of the step: 16.3 instead of 9.7 GB for a Llama of
+        8 layers under NVFP4, compiled for a B200 (jaxlib 0.10.2, November 2026).
+        """
+        is_on_gpu = self.target.platform == "cuda" and has_blocks(self.recipe)
+        return is_on_gpu and kernel_of(self.recipe, self.target) is None
 
 
 # --- Products without FP8 hardware: of dequantized operands ---------------------------
