@@ -126,12 +126,13 @@ class LinearProduct(AbstractProduct):
         def of_right(operand: Operand) -> Array:
             return product(left, operand, numbers.for_right, *right_gives)
 
-        of_data, of_weight = self._ordered(of_left, of_right)
-        for_data, for_weight = self._ordered(for_left, for_right)
-        dw = of_weight(for_weight)
         if self._has_copies_for_each_product():
-            dw, for_data = lax.optimization_barrier((dw, for_data))
-        dx = of_data(for_data)
+            of_data, of_weight = self._ordered(of_left, of_right)
+            for_data, for_weight = self._ordered(for_left, for_right)
+            dw, for_data = lax.optimization_barrier((of_weight(for_weight), for_data))
+            dx = of_data(for_data)
+        else:
+            dx, dw = self._ordered(of_left(for_left), of_right(for_right))
         return without_padding(dx, likes[0].shape), without_padding(dw, likes[1].shape)
 
     def _has_copies_for_each_product(self) -> bool:
