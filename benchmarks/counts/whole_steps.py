@@ -44,10 +44,30 @@ _MORE: dict[tuple[str, str, Kept], tuple[str, ...]] = {
     ("h100", "ffn", "float32"): (BY_HAND,),
     ("b200", "ffn", "float32"): (BY_HAND, *BY_JAX),
 }
+# Of other kinds; with peers where they quantize what mpx does, and need no change.
+_TWO = AUTOCAST, DELAYED
+_ROADS: dict[tuple[str, Kept], tuple[str, ...]] = {
+    ("Llama of 2", "float32"): (AUTOCAST,),
+    ("Llama of 2, lookup", "float32"): (AUTOCAST,),
+    ("Llama of 2, micro-batches", "float32"): (*_TWO, QWIX),
+    ("Llama of 2, micro-batches", "masters"): (*_TWO, QWIX),
+    ("long Llama", "float32"): (*_TWO, FLAX, QWIX),
+    ("large experts by einsum", "float32"): _TWO,
+    ("large experts by ragged_dot", "float32"): _TWO,
+    ("DiT", "float32"): (*_TWO, FLAX, QWIX),
+    **{
+        (whole, "float32"): (AUTOCAST,)
+        for whole in ("large U-Net", "residual blocks", "ResNet of 224", "SSD")
+        + ("state space of 2, float32 scan", "large LSTM", "graph")
+    },
+}
 CASES = [
     Case(*step, arm)
     for step in STEPS
     for arm in (NAIVE, *ARMS[step[0]], *_MORE.get(step, ()), FLAX, QWIX)
+]
+CASES += [
+    Case("h100", *row, arm) for row, arms in _ROADS.items() for arm in (NAIVE, *arms)
 ]
 
 
@@ -133,14 +153,14 @@ def _every_arm(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
                     ratio(naive["roof"] / one["roof"]),
                     f"{one['memory'] / 1e9:.2f}",
                     ratio(one["memory"] / naive["memory"]),
-                    *(str(one["kernels"]), str(one["calls"])),
+                    *(str(one.get(what, "")) for what in ("kernels", "tiny", "calls")),
                     "" if default is None else str(default),
                 ]
             )
     return Table(
         "Whole training steps of large models, against naive bfloat16",
         "step | arm | traffic, GB | to naive | roofline, ms | naive / arm | "
-        "memory, GB | to naive | kernels | calls | calls, default flags",
+        "memory, GB | to naive | kernels | tiny | calls | calls, default flags",
         rows,
         [_NOTE],
     )
