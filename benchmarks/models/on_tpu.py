@@ -33,7 +33,7 @@ SCORES: dict[str, Attention] = {
 }
 
 
-def by_pallas(query: Array, key: Array, value: Array, is_causal: bool) -> Array:
+def by_pallas(query: Array, key: Array, value: Array, is_causal: bool = True) -> Array:
     """By the kernel that comes with JAX."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
