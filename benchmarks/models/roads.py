@@ -1,7 +1,7 @@
 """Models of other kinds at the sizes of large ones, as steps for GPUs.
 
-They are functions of their layers (`weights`), as those of `arranged` are. Norms are
-computed in two passes, and linear layers have a bias.
+They are functions of their layers (`weights`), as those of `arranged` are. Norms but
+for root mean squares are computed in two passes.
 """
 
 from __future__ import annotations
