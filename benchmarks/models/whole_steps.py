@@ -388,8 +388,8 @@ def _in_parts(grad: Callable[..., Any], count: int) -> Callable[..., Any]:
             found = jax.tree.map(_to_float32, grad(cast, scales, part))
             return jax.tree.map(jnp.add, total, found), None
 
-        shapes = jax.eval_shape(grad, cast, scales, batch)
-        zeros = jax.tree.map(lambda one: jnp.zeros(one.shape), shapes)
+        of = 0.0, (trained, scales)
+        zeros = jax.tree.map(lambda one: jnp.zeros(jnp.shape(one)), of)
         total, _ = jax.lax.scan(turn, zeros, each)
         return jax.tree.map(lambda x: x / count, total)
 
