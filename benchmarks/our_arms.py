@@ -79,14 +79,16 @@ def _mpx_arm(name: str, dtype: str) -> Arm:
     return Arm(name, _FIRST[dtype], _steps_of(differentiate))
 
 
-def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
-    """The step of `mpx.autocast(loss, dtype, **options)`."""
+def autocast_arm(
+    name: str, dtype: str = "bfloat16", accumulate: int = 1, **options: Any
+) -> Arm:
+    """The step of `mpx.autocast(loss, dtype, **options)`, in so many micro-batches."""
 
     def cast(loss: Loss) -> Any:
         return mpx.autocast(loss, dtype, **options)
 
     def differentiate(loss: Loss, scaling: Any) -> Any:
-        return mpx.filter_value_and_grad(cast(loss), scaling)
+        return mpx.filter_value_and_grad(cast(loss), scaling, accumulate=accumulate)
 
     def of_recipe(loss: Loss, model: Any, batch: Any) -> Any:
         return mpx.init_scaling(cast(loss), model, batch)

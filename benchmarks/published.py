@@ -8,7 +8,7 @@ for block formats. The others' numbers come from their programs, not from mpx's.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,8 +146,8 @@ def _llama(precision: str, target: str, devices: int) -> Any:
 
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     sizes = Sizes(4096, 14_336, 128_256, 32, heads=32, kernel=True, groups=8)
+    sizes = dataclasses.replace(sizes, gathers=True)  # as others' losses do
     model = llama(sizes, Order(jax.lax.scan, policy=keep))
-    attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",))
 
     def placed(shape: tuple[int, ...], dtype: Any, axis: int) -> jax.ShapeDtypeStruct:
@@ -161,7 +161,7 @@ def _llama(precision: str, target: str, devices: int) -> Any:
         return placed(one.shape, jnp.float32, int(path[0].key == "blocks"))
 
     def loss(tree: Any, tokens: Any) -> Any:
-        return model(Weights(tree, attention=attention), tokens)
+        return model(Weights(tree, attention=mpx.nn.dot_product_attention), tokens)
 
     shape = (devices, 8193)
     found = shapes_of(model, _shape(*shape, dtype=jnp.int32)).tree

@@ -18,6 +18,7 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
         "traffic": counter.traffic(kernels),
         "roof": counter.roof_seconds(kernels, TARGETS[fields["target"]].roof),
         "kernels": sum(kernel.times for kernel in kernels),
+        "tiny": sum(kernel.times for kernel in kernels if kernel.bytes < 65_536),
         "calls": sum(kernel.times for kernel in counter.of_few_bits(kernels)),
     }
 

@@ -55,8 +55,8 @@ def _in_pairs(turn: Any, x: Any, stacked: Any) -> tuple[Any, None]:
     return jax.lax.scan(partial(by_slices, turn), x, pairs)
 
 
-_LLAMA = Sizes(2048, 5632, 32_000, layers=2, heads=16)
-_GPT = Sizes(1536, 6144, 50_304, layers=2, heads=12)
+_LLAMA = Sizes(2048, 5632, 32_000, layers=2, heads=16, gathers=True)
+_GPT = Sizes(1536, 6144, 50_304, layers=2, heads=12, gathers=True)
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 WHOLES = {
     "Llama": Whole(llama, _LLAMA),

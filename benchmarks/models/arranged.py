@@ -36,6 +36,9 @@ class Sizes:
         heads: Of attention.
         kernel: Attention is cuDNN's kernel, not products and a softmax.
         groups: Heads of keys and values, which need `kernel`; 0 has `heads`.
+        chunks: In how many parts logits are computed, again in the backward pass.
+        tied: The embedding is the head, too.
+        gathers: The label's logit is looked up, whose gradient is a scatter.
     """
 
     width: int
@@ -45,6 +48,9 @@ class Sizes:
     heads: int = 0
     kernel: bool = False
     groups: int = 0
+    chunks: int = 1
+    tied: bool = False
+    gathers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +90,10 @@ def of_tokens(sizes: Sizes, order: Order, block: Block) -> Model:
     """Cross entropy of the next token, by blocks."""
 
     def loss(layers: Layers, tokens: Array) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
+        table = layers.weight("embed", sizes.classes, sizes.width)
+        x = order.run(layers, sizes.layers, block, table[tokens[:, :-1]])
+        tied = table.T if sizes.tied else None
+        return next_token_loss(layers, x, tokens, sizes, tied)
 
     return loss
 
@@ -105,18 +113,39 @@ def head(layers: Layers, x: Array, classes: int) -> Array:
     return x @ layers.weight("head", x.shape[-1], classes).astype(x.dtype)
 
 
-def next_token_loss(layers: Layers, x: Array, tokens: Array, sizes: Sizes) -> Array:
-    """Of all tokens but the first."""
-    logits = head(layers, rms_norm(layers, "norm", x), sizes.classes)
-    return cross_entropy(logits, tokens[:, 1:])
+def next_token_loss(
+    layers: Layers, x: Array, tokens: Array, sizes: Sizes, weight: Array | None = None
+) -> Array:
+    """Of all tokens but the first; by the weight of a head or of its own."""
+    x, labels = rms_norm(layers, "norm", x), tokens[:, 1:]
+    if weight is None:
+        weight = layers.weight("head", sizes.width, sizes.classes)
+    weight = weight.astype(x.dtype)
+    if sizes.chunks == 1:
+        return cross_entropy(x @ weight, labels, sizes.gathers)
+    shape = sizes.chunks, labels.size // sizes.chunks
+
+    @jax.checkpoint
+    def turn(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        return total + cross_entropy(part[0] @ weight, part[1]), None
+
+    parts = x.reshape(*shape, -1), labels.reshape(shape)
+    return jax.lax.scan(turn, jnp.float32(0), parts)[0] / sizes.chunks
 
 
-def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Mean cross entropy, in float32."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
-    )
-    return jnp.mean(losses)
+def cross_entropy(logits: Array, labels: Array, gathers: bool = False) -> Array:
+    """Mean cross entropy, in float32.
+
+    The label's logit is found by a comparison, whose gradient is no scatter in float32,
+    or it `gathers`, as Optax does.
+    """
+    logits = logits.astype(jnp.float32)
+    if gathers:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.mean(losses)
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])
+    of_label = jnp.sum(jnp.where(is_label, logits, 0), -1)
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - of_label)
 
 
 def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
@@ -153,14 +182,15 @@ def _attend(
 ) -> Array:
     """Attention of [batch, length, heads, size], its heads joined."""
     batch, length, _, size = query.shape
+    shape = batch, length, -1
     if sizes.kernel:
-        return layers.attend(query, key, value).reshape(batch, length, -1)
+        return layers.attend(query, key, value, is_causal=is_causal).reshape(shape)
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
     mask = jnp.tril(jnp.ones((length, length), bool)) if is_causal else None
     full = logits.astype(jnp.float32)
     full = full if mask is None else jnp.where(mask, full, -jnp.inf)
     weights = jax.nn.softmax(full).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(shape)
 
 
 def rms_norm(layers: Layers, name: str, x: Array) -> Array:
@@ -191,7 +221,8 @@ def gpt(sizes: Sizes, order: Order) -> Model:
         table = layers.weight("embed", sizes.classes, sizes.width)
         x = table[tokens[:, :-1]] + layers.weight("positions", length, sizes.width)
         x = layer_norm(layers, "norm", order.run(layers, sizes.layers, block, x))
-        return cross_entropy(x @ table.T.astype(x.dtype), tokens[:, 1:])
+        logits = x @ table.T.astype(x.dtype)
+        return cross_entropy(logits, tokens[:, 1:], sizes.gathers)
 
     return loss
 
@@ -288,16 +319,16 @@ class CastWeights(Weights):
 
     def weight(self, name: str, *shape: int) -> Array:
         """A matrix in bfloat16, a vector as it is."""
-        return _half(super().weight(name, *shape), axes=2)
+        return half(super().weight(name, *shape), axes=2)
 
     def scan(
         self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
         """The part with each of its weights."""
-        stacked = jax.tree.map(lambda leaf: _half(leaf, axes=3), self.tree[name])
+        stacked = jax.tree.map(lambda leaf: half(leaf, axes=3), self.tree[name])
         cast = dataclasses.replace(self, tree={name: stacked})
         return Weights.scan(cast, name, length, block, x, loop)
 
 
-def _half(weight: Array, axes: int) -> Array:
+def half(weight: Array, axes: int) -> Array:
     return weight.astype(jnp.bfloat16) if weight.ndim >= axes else weight

@@ -33,19 +33,21 @@ SCORES: dict[str, Attention] = {
 }
 
 
-def by_pallas(query: Array, key: Array, value: Array) -> Array:
-    """Causal, by the kernel that comes with JAX."""
+def by_pallas(query: Array, key: Array, value: Array, is_causal: bool = True) -> Array:
+    """By the kernel that comes with JAX."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
     turned = (jnp.swapaxes(one, 1, 2) for one in (query, key, value))
-    mixed = flash_attention(*turned, causal=True, sm_scale=query.shape[-1] ** -0.5)
+    scale = query.shape[-1] ** -0.5
+    mixed = flash_attention(*turned, causal=is_causal, sm_scale=scale)
     return jnp.swapaxes(mixed, 1, 2)
 
 
-def _mixed(layers: Layers, joined: Array, heads: int) -> Array:
+def mixed(layers: Layers, joined: Array, heads: int) -> Array:
     """What attention makes of one product for query, key and value."""
     parts = joined.reshape(*joined.shape[:2], 3 * heads, -1)
-    return layers.attend(*jnp.split(parts, 3, axis=2)).reshape(*joined.shape[:2], -1)
+    found = layers.attend(*jnp.split(parts, 3, axis=2), is_causal=False)
+    return found.reshape(*joined.shape[:2], -1)
 
 
 def vit(sizes: Sizes, order: Order) -> Model:
@@ -56,8 +58,8 @@ def vit(sizes: Sizes, order: Order) -> Model:
 
     def block(layers: Layers, x: Array) -> Array:
         joined = layers.dense("qkv", layer_norm(layers, "norm1", x), 3 * sizes.width)
-        mixed = _mixed(layers, biased(layers, "qkv", joined), sizes.heads)
-        x = biased(layers, "out", x + layers.dense("out", mixed, sizes.width))
+        found = mixed(layers, biased(layers, "qkv", joined), sizes.heads)
+        x = biased(layers, "out", x + layers.dense("out", found, sizes.width))
         hidden = layers.dense("up", layer_norm(layers, "norm2", x), sizes.hidden)
         hidden = jax.nn.gelu(biased(layers, "up", hidden))
         return biased(layers, "down", x + layers.dense("down", hidden, sizes.width))
@@ -142,8 +144,8 @@ def unet(sizes: Sizes, order: Order) -> Model:
                 x = layers.convolve(f"down{index}", x, channels, 3, 2)
         rows = normed(layers, "attention", x).reshape(len(x), -1, channels)
         joined = layers.dense("qkv", rows, 3 * channels)
-        mixed = layers.dense("out", _mixed(layers, joined, sizes.heads), channels)
-        x = block(layers.at("middle"), x + mixed.reshape(x.shape), time, channels)
+        found = layers.dense("out", mixed(layers, joined, sizes.heads), channels)
+        x = block(layers.at("middle"), x + found.reshape(x.shape), time, channels)
         for index, skipped in reversed(list(enumerate(kept))):
             x, channels = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2), CHANNELS[index]
             x = layers.convolve(f"up{index}", x, channels, 3)

@@ -31,14 +31,14 @@ from .weights import Layers
 # --- Of tokens ------------------------------------------------------------------------
 
 
-def lstm(sizes: Sizes, order: Order) -> Model:
-    """Cross entropy of the next token."""
+def lstm(sizes: Sizes, order: Order, layer: Any = None) -> Model:
+    """Cross entropy of the next token; by layers of `lstm_layer`, or of others."""
     del order
 
     def loss(layers: Layers, tokens: Any) -> Array:
         x = jnp.swapaxes(embed(layers, tokens, sizes), 0, 1)
         for index in range(sizes.layers):
-            x = lstm_layer(layers.at(f"block{index}"), x)
+            x = (layer or lstm_layer)(layers.at(f"block{index}"), x)
         return next_token_loss(layers, jnp.swapaxes(x, 0, 1), tokens, sizes)
 
     return loss

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 Product = Callable[[Array, Array], Array]
-Attention = Callable[[Array, Array, Array], Array]
+Attention = Callable[..., Array]
 Block = Callable[["Layers", Array], Array]
 # `jax.lax.scan`, or what runs its function with slices.
 Loop = Callable[..., tuple[Array, None]]
@@ -38,8 +38,8 @@ class Layers(Protocol):
     ) -> Array:
         """A convolution of [batch, height, width, channels], without bias."""
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Causal attention of [batch, length, heads, size] by cuDNN's kernel."""
+    def attend(self, *of: Array, is_causal: bool = True) -> Array:
+        """Attention of [batch, length, heads, size] by cuDNN's kernel."""
 
     def at(self, name: str) -> Layers:
         """The layers of a part."""
@@ -70,10 +70,10 @@ def convolution(x: Array, weight: Array, stride: int) -> Array:
     )
 
 
-def by_cudnn(query: Array, key: Array, value: Array) -> Array:
-    """Causal attention, of half precision only."""
+def by_cudnn(query: Array, key: Array, value: Array, is_causal: bool = True) -> Array:
+    """Attention, of half precision only."""
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=True, implementation="cudnn"
+        query, key, value, is_causal=is_causal, implementation="cudnn"
     )
 
 
@@ -102,8 +102,8 @@ class Weights:
     ) -> Array:
         return convolution(x, self.tree[name], stride)  # the same in arms by hand
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        return self.attention(query, key, value)
+    def attend(self, *of: Array, is_causal: bool = True) -> Array:
+        return self.attention(*of, is_causal=is_causal)
 
     def at(self, name: str) -> Weights:
         return dataclasses.replace(self, tree=self.tree[name])
@@ -155,8 +155,8 @@ class Shapes:
         weight = self.weight(name, window, window, x.shape[-1], channels)
         return convolution(x, weight, stride)
 
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        return query
+    def attend(self, *of: Array, is_causal: bool = True) -> Array:
+        return of[0]
 
     def at(self, name: str) -> Shapes:
         return Shapes(self.tree.setdefault(name, {}))

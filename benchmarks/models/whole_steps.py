@@ -9,7 +9,6 @@ checks gradients, which is its default.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from ..steps import (
     built,
     to_bfloat16,
 )
-from . import on_tpu
+from . import on_tpu, roads
 from .arranged import (
     ADAPTERS,
     CastWeights,
@@ -37,11 +36,15 @@ from .arranged import (
     Sizes,
     adapted_llama,
     gpt,
+    half,
     llama,
     mlp,
 )
 from .various import experts, lstm, resnet, state_space
 from .weights import Attention, Weights, by_cudnn, by_slices, random_weights, shapes_of
+
+# Of data: its shape, and what its whole numbers are below; 0 for other numbers.
+Part = tuple[tuple[int, ...], int]
 
 NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
 PEERS = (FLAX, QWIX, *eight_bits.PRODUCTS)
@@ -64,6 +67,9 @@ class Whole:
         context: Tokens of each; 0 where they are vectors or images.
         image: The shape of each image; empty where there is none.
         attention: Of all arms; by default that of the arm, which needs a GPU.
+        parts: Of the data, where it is none of these.
+        accumulate: In how many micro-batches.
+        optimizer: Of a learning rate.
     """
 
     model: Callable[[Sizes, Order], Model]
@@ -73,15 +79,23 @@ class Whole:
     context: int = 1024
     image: tuple[int, ...] = ()
     attention: Attention | None = None
+    parts: tuple[Part, ...] = ()
+    accumulate: int = 1
+    optimizer: Callable[[float], optax.GradientTransformation] = optax.adam
 
     def random_data(self, key: Array) -> Any:
-        """Tokens, or rows of numbers or images with labels."""
-        if self.context:
-            shape = (self.rows, self.context + 1)
-            return jax.random.randint(key, shape, 0, self.sizes.classes)
-        shape = (self.rows, *(self.image or (self.sizes.width,)))
-        x = jax.random.normal(key, shape)
-        return x, jax.random.randint(key, (self.rows,), 0, self.sizes.classes)
+        """Tokens, or rows of numbers or images with labels, or other parts."""
+        rows, classes = (self.rows,), self.sizes.classes
+        images = (*rows, *(self.image or (self.sizes.width,))), 0
+        parts = self.parts or (images, (rows, classes))
+        if self.context and not self.parts:
+            return jax.random.randint(key, (*rows, self.context + 1), 0, classes)
+        return tuple(
+            jax.random.randint(key, shape, 0, below)
+            if below
+            else jax.random.normal(key, shape)
+            for shape, below in parts
+        )
 
 
 _LLAMA = Sizes(2048, 5632, 32_000, layers=8, heads=16, kernel=True)
@@ -108,8 +122,7 @@ _WITH_SCORES = {
 }
 _STATES = Sizes(1024, 2048, 16_384, layers=2)
 _VIT, _UNET = Sizes(768, 3072, 1000, 3, heads=12), Sizes(512, 0, 1000, 0, heads=8)
-_OF_IMAGES = functools.partial(on_tpu.plain, is_causal=False)
-_FULL, _HALF = (functools.partial(_OF_IMAGES, full=full) for full in (True, False))
+_FULL, _HALF = on_tpu.SCORES.values()
 _OF_TPUS = {
     f"{model}, scores in {scores}": Whole(*of, attention=attention)
     for model, of in _WITH_SCORES.items()
@@ -122,6 +135,39 @@ _OF_TPUS = {
     "state space of 2, float32 scan": Whole(on_tpu.float32_scan, _STATES, _KEPT),
     "LSTM of 1024": Whole(lstm, Sizes(1024, 0, 8192, 2), _KEPT, 64, 256),
 }
+_MOE = Sizes(2048, 4096, 32_000, layers=2, heads=16, kernel=True)
+_SSD = Sizes(2048, 4096, 32_000, layers=2, tied=True)
+_LONG = dataclasses.replace(_LLAMA, layers=1, classes=128_256, chunks=16)
+_IMAGE, _PATCHES, _ENDS = ((16, 64, 64, 4), 0), ((64, 256, 16), 0), ((600_000,), 10**5)
+_NODES = ((10**5, 128), 0), ((600_000, 64), 0), _ENDS, _ENDS, ((10**5,), 64)
+_EMA = {"optimizer": roads.averaged}
+_ROADS = {
+    "Llama of 2": Whole(llama, _LLAMA_2),
+    "Llama of 2, lookup": Whole(llama, dataclasses.replace(_LLAMA_2, gathers=True)),
+    "Llama of 2, micro-batches": Whole(llama, _LLAMA_2, rows=16, accumulate=4),
+    "long Llama": Whole(llama, _LONG, Order(), 1, 16_384, attention=roads.by_windows),
+    "large experts by einsum": Whole(on_tpu.dispatched, _MOE),
+    "large experts by ragged_dot": Whole(experts, _MOE),
+    "large U-Net": Whole(
+        *(roads.unet, Sizes(320, 0, 0, 0)),
+        parts=(_IMAGE, _IMAGE, ((16,), 1000), ((16, 77, 768), 0)),
+        attention=_FULL,
+        **_EMA,
+    ),
+    "residual blocks": Whole(
+        *(roads.residual_blocks, Sizes(320, 0, 0, 2)),
+        parts=(_IMAGE, ((16, 1280), 0)),
+        optimizer=optax.sgd,
+    ),
+    "DiT": Whole(
+        *(roads.transformer, Sizes(1152, 4608, 1001, 2, heads=16), _KEPT),
+        parts=(_PATCHES, _PATCHES, ((64,), 1000), ((64,), 1001)),
+        **_EMA,
+    ),
+    "SSD": Whole(roads.state_space, _SSD, rows=4, context=2048),
+    "large LSTM": Whole(roads.lstm, Sizes(1024, 0, 32_000, 2), rows=64, context=256),
+    "graph": Whole(roads.graph, Sizes(256, 0, 64, 3), parts=_NODES),
+}
 _TEXTS = {"rows": 4, "context": 16}
 WHOLE = {
     "Llama": Whole(llama, _LLAMA),
@@ -130,7 +176,7 @@ WHOLE = {
     "Llama, no remat": Whole(llama, _LLAMA, _KEPT),
     "ffn": Whole(mlp, _WIDE, _KEPT, rows=8192, context=0),
     "GPT": Whole(gpt, _GPT, _GPT_ORDER),
-    "LoRA": Whole(adapted_llama, _LLAMA),
+    "LoRA": Whole(adapted_llama, _LLAMA, optimizer=optax.adamw),
     # For half precision: small, with attention in plain JAX.
     "small Llama in a scan": Whole(
         llama, Sizes(1024, 2816, 8192, 4, heads=16), _SCAN_KEPT, rows=4
@@ -142,11 +188,12 @@ WHOLE = {
         resnet, Sizes(0, 0, 1000, 1), rows=32, context=0, image=(128, 128, 3)
     ),
     **_OF_TPUS,
+    **_ROADS,
     "tiny Llama": Whole(llama, _TINY, **_TEXTS),
     "tiny scan": Whole(llama, _TINY, _IN_SCAN, **_TEXTS),
     "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
     "tiny GPT": Whole(gpt, _TINY, _GPT_ORDER, **_TEXTS),
-    "tiny LoRA": Whole(adapted_llama, _TINY, **_TEXTS),
+    "tiny LoRA": Whole(adapted_llama, _TINY, optimizer=optax.adamw, **_TEXTS),
     "tiny ffn": Whole(mlp, _TINY, _KEPT, rows=64, context=0),
 }
 
@@ -182,13 +229,14 @@ def build(
     whole = whole or WHOLE[case.whole]
     if case.portable:
         layers = min(whole.sizes.layers, 2)
-        sizes = dataclasses.replace(whole.sizes, kernel=False, layers=layers)
-        whole = dataclasses.replace(whole, sizes=sizes)
+        sizes = dataclasses.replace(whole.sizes, layers=layers)
+        attention = whole.attention or _FULL
+        whole = dataclasses.replace(whole, sizes=sizes, attention=attention)
     model = whole.model(whole.sizes, whole.order)
     if case.arm == FLAX:
         model = _by_flax(model)
     make = _by_hand if case.arm in (NAIVE, *PEERS) else _by_mpx
-    step, first = make(case, model, whole.attention)
+    step, first = make(case, model, whole)
 
     def initial(key: Array) -> tuple[tuple, Any]:
         data = whole.random_data(key)
@@ -252,20 +300,15 @@ def _stored(parts: _Parts) -> _Parts:
     )
 
 
-def _optimizer(kept: Kept) -> optax.GradientTransformation:
-    return (optax.adamw if kept == "frozen" else optax.adam)(LEARNING_RATE)
-
-
 # --- By mpx ---------------------------------------------------------------------------
 
 
-def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, Any]:
+def _by_mpx(case: Case, model: Model, whole: Whole) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
     import mpx.nn
 
     from .. import our_arms
 
-    kernel = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     recipes = our_arms.RECIPES | our_arms.BY_KERNEL
     name = "delayed" if case.arm == STORED else case.arm
     options = {"recipe": recipes[name]} if name in recipes else {}
@@ -273,8 +316,9 @@ def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, An
     options |= {"weights": (0, 1)} if case.weights == "frozen" else {}
     arm = our_arms.ARMS.get(case.arm) if case.arm.startswith("autocast") else None
     arm = arm or our_arms.ON_TPU.get(case.arm)
-    arm = arm or our_arms.autocast_arm(case.arm, residual_stream="half", **options)
-    optimizer = _optimizer(case.weights)
+    options |= {"residual_stream": "half", "accumulate": whole.accumulate}
+    arm = arm or our_arms.autocast_arm(case.arm, **options)
+    optimizer = whole.optimizer(LEARNING_RATE)
     if case.weights == "masters" and case.arm != FLOAT32.name:
         optimizer = mpx.master_weights(optimizer)
     elif case.weights in FEW:
@@ -284,7 +328,8 @@ def _by_mpx(case: Case, model: Model, attend: Attention | None) -> tuple[Any, An
     def loss(trained: Any, batch: Any) -> Array:
         frozen, data = batch
         tree = eqx.combine(trained, frozen)
-        return model(Weights(tree, attention=attend or kernel), data)
+        kernel = whole.attention or mpx.nn.dot_product_attention
+        return model(Weights(tree, attention=kernel), data)
 
     def first(parts: _Parts, batch: Any) -> tuple:
         scaling = arm.first_scaling(loss, parts.trained, batch)
@@ -300,20 +345,22 @@ def _by_flax(model: Model) -> Model:
     return lambda layers, data: model(peers.ByFlax(layers), data)
 
 
-def _by_hand(case: Case, model: Model, attend: Attention | None) -> tuple[Any, Any]:
+def _by_hand(case: Case, model: Model, whole: Whole) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
     product = {QWIX: peers.by_qwix, **eight_bits.PRODUCTS}.get(case.arm, jnp.matmul)
-    optimizer = _optimizer(case.weights)
+    optimizer = whole.optimizer(LEARNING_RATE)
     update = _update_masters if case.weights == "masters" else _update
 
     def loss(trained: Any, scales: Any, batch: Any) -> Array:
         frozen, data = batch
         tree = eqx.combine(trained, scales, frozen)
-        layers = CastWeights(tree, product, attend or by_cudnn)
+        layers = CastWeights(tree, product, whole.attention or by_cudnn)
         return model(layers, jax.tree.map(to_bfloat16, data))
 
     def step(trained: Any, opt_state: Any, scales: Any, batch: Any) -> tuple:
         grad = jax.value_and_grad(loss, argnums=(0, 1))
+        if whole.accumulate > 1:
+            grad = _in_parts(grad, whole.accumulate)
         # The scales of Flax come as the gradients of themselves.
         value, (grads, scales) = grad(trained, scales, batch)
         trained, opt_state = update(optimizer, trained, opt_state, grads)
@@ -328,6 +375,25 @@ def _by_hand(case: Case, model: Model, attend: Attention | None) -> tuple[Any, A
         return parts.trained, opt_state, parts.scales
 
     return step, first
+
+
+def _in_parts(grad: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The same in micro-batches: matrices are cast once, and sums are in float32."""
+
+    def summed(trained: Any, scales: Any, batch: Any) -> Any:
+        cast = jax.tree.map(lambda leaf: half(leaf, axes=2), trained)
+        each = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+        def turn(total: Any, part: Any) -> tuple[Any, None]:
+            found = jax.tree.map(_to_float32, grad(cast, scales, part))
+            return jax.tree.map(jnp.add, total, found), None
+
+        of = 0.0, (trained, scales)
+        zeros = jax.tree.map(lambda one: jnp.zeros(jnp.shape(one)), of)
+        total, _ = jax.lax.scan(turn, zeros, each)
+        return jax.tree.map(lambda x: x / count, total)
+
+    return summed
 
 
 def _to_float32(leaf: Array) -> Array:
