@@ -25,7 +25,7 @@ from .._base.dtypes import HALF
 from .._base.jax_compat import scope_names
 from .._base.typing import AnyArray, Aval, Shape
 from .._program import FEW_USES, DataScope, avals
-from .._quantize import AbstractRecipe, QuantizedArray
+from .._quantize import AbstractRecipe, HalfCopy, Stored
 from .._recipe_state import Slots, StepValues
 from .._settings import Rule, Settings, ambient
 from .._wire import Gathering
@@ -140,7 +140,7 @@ class Value:
         facts: Its static facts.
         is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
-        stored: The stored form of the weight, in 8 bits.
+        stored: The stored form of the weight, in 8 bits; or its copy in half precision.
         gathering: The pending communication of a sharded float32 weight, once its form
             is known. The value has no array before.
         is_shared: Whether several uses read it, some in float32; see `shared`.
@@ -154,7 +154,7 @@ class Value:
     facts: Facts
     is_constant: bool = False
     slots: Slots | None = None
-    stored: QuantizedArray | None = None
+    stored: Stored | None = None
     gathering: Gathering | None = None
     is_shared: bool = False
     float32_source: "Value | None" = None
@@ -223,8 +223,9 @@ class Value:
             # By NumPy: JAX would trace the cast, and the constant must stay one.
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype)
+        read = _converted if self.stored is None else self._read
         if self.facts.is_declared or self.dtype not in _CASTABLE:
-            return _converted(self.array, dtype)
+            return read(self.array, dtype)
         if self.dtype == FULL == dtype:
             return self.array
         found = self._casts.setdefault(dtype, [None, 0])
@@ -233,9 +234,33 @@ class Value:
             # The first uses of a half-precision value read the array itself.
             is_first = found[0] is None and (dtype == FULL or not self.is_shared)
             is_own = is_first or self.dtype == FULL
-            found[:] = _converted(self.array if is_own else self.cast(FULL), dtype), 0
+            found[:] = read(self.array if is_own else self.cast(FULL), dtype), 0
         found[1] += 1
         return found[0]
+
+    def _read(self, array: AnyArray, dtype: np.dtype) -> AnyArray:
+        """Returns the array in a dtype: its copy if it has one, or a cast."""
+        copy = self.copy
+        if copy is None or copy.dtype != dtype:
+            return _converted(array, dtype)
+        return _with_gradient_of(copy, array)
+
+    @property
+    def copy(self) -> AnyArray | None:
+        """Its copy in half precision, if it has one."""
+        return self.stored.payload if isinstance(self.stored, HalfCopy) else None
+
+
+@jax.custom_jvp
+def _with_gradient_of(copy: AnyArray, wide: AnyArray) -> AnyArray:
+    """Returns a copy in half precision, as if `wide` were cast here."""
+    return copy
+
+
+@_with_gradient_of.defjvp
+def _(primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]) -> Any:
+    copy = _with_gradient_of(*primals)
+    return copy, jax.lax.convert_element_type(tangents[1], copy.dtype)
 
 
 def _converted(array: AnyArray, dtype: np.dtype) -> AnyArray:
@@ -375,7 +400,6 @@ class Uses:
         scopes: Whether the names of scopes are needed.
         parameters: Whether the parameter of a value is needed. Otherwise paths are not
             distinguished, and equal layers are rewritten once.
-        payloads: Whether weights may be stored in 8 bits that a product reads.
         wire: Whether weights and gradients are communicated in the policy's dtypes.
         notes: Whether emitted equations carry notes.
     """
@@ -384,7 +408,6 @@ class Uses:
     slots: bool
     scopes: bool
     parameters: bool
-    payloads: bool
     wire: bool
     notes: bool
 
@@ -394,7 +417,6 @@ class Uses:
         settings: Settings,
         recipes: Collection[AbstractRecipe] = (),
         wants_slots: bool = False,
-        has_payloads: bool = False,
     ) -> "Uses":
         """Determines the features of a call, from its settings and its recipes."""
         rules = settings.rules if settings.rules.rules else None
@@ -406,7 +428,6 @@ class Uses:
             slots=slots,
             scopes=slots or (rules is not None and rules._needs_scopes),
             parameters=slots or notes or are_named,
-            payloads=has_payloads and bool(recipes),
             wire=settings.wire is not None,
             notes=notes,
         )

@@ -226,7 +226,7 @@ def _scaled_already(case: Case) -> Value | None:
 def _emit_move(case: Case) -> list[Value]:
     """Emits an operation that moves data, weights between devices included."""
     stored = None
-    if case.run.uses.wire or case.run.uses.payloads:
+    if case.run.uses.wire or (case.operands and case.operands[0].stored):
         stored = moved_payload(case)
         travelled = moved_later(case, stored) or travelled_weight(case, stored)
         if travelled:

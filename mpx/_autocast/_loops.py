@@ -16,6 +16,7 @@ each. One cast before the loop, instead of one in every iteration, halves both:
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -41,12 +42,13 @@ from .._program import (
     sub_jaxprs,
     where_leading,
 )
+from .._quantize import HalfCopy
 from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
 from ._control_flow import make_values
-from ._decide import CARRY, Case, noted_cast
-from ._demand import UNREAD, Demand, Wanted, demands_for, demands_of
+from ._decide import CARRY, USED, Case, noted_cast
+from ._demand import UNREAD, Demand, Demands, Wanted, demands_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._reach import reach_of_program
 from ._stacks import has_wide_loops, may_be_cast_early, widened
@@ -65,7 +67,10 @@ def rewrite_scan(case: Case) -> list[Value]:
     place = _loop_place(case)
     wanted = (*demands_for(carry_avals, place.settings.dtype), *demands[n_carry:])
     inside = [*fixed, *map(_as_carried, carried), *case.operands[end:]]
-    stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
+    are_declared = tuple(v.facts.is_declared for v in inside)
+    ahead = demands_of(run, place.settings, jaxpr, are_declared, wanted)
+    fixed = list(map(functools.partial(_with_copy, run, place), fixed, ahead.inputs))
+    stacked = _narrowed_stacks(run, place, ahead, inside, end)
     facts = tuple(v.facts for v in stacked)
     # A weight that all iterations share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
@@ -191,6 +196,23 @@ def _as_constant(value: Value, variable: Var) -> Value:
     return value.as_float32()
 
 
+def _with_copy(run: Run, place: Place, value: Value, demand: Demand) -> Value:
+    """Returns a value that all iterations read, with a copy in half precision.
+
+    XLA for GPUs casts it in each iteration, and again where `jax.checkpoint` computes
+    one again. The copy is made in front of the loop; gradients go to the float32 array,
+    cast in each iteration as without it.
+    """
+    is_known = value.is_constant or value.stored is not None or value.dtype != FULL
+    is_alone = place.settings.device.repeats_casts and not run.uses.wire
+    if is_known or not is_alone or Demand.HALF not in demand:
+        return value
+    with noted_cast(USED):
+        fixed = jax.lax.stop_gradient(value.array)
+        copy = jax.lax.convert_element_type(fixed, place.settings.dtype)
+    return dataclasses.replace(value, _array=value.array, stored=HalfCopy(copy))
+
+
 def _loop_place(case: Case) -> Place:
     """Returns the place in a loop, whose results also go into its next iteration."""
     reach = case.place.reach
@@ -205,27 +227,20 @@ def _loop_place(case: Case) -> Place:
 
 
 def _narrowed_stacks(
-    run: Run,
-    place: Place,
-    jaxpr: Jaxpr,
-    operands: Sequence[Value],
-    wanted: Wanted,
-    first: int,
+    run: Run, place: Place, ahead: Demands, operands: Sequence[Value], first: int
 ) -> list[Value]:
     """Returns a scan's stacked operands, cast where every iteration casts its part.
 
     Args:
         run: The run.
         place: The place of the body.
-        jaxpr: The body.
+        ahead: The demands of the body.
         operands: The body's operands: constants, carry, stacks.
-        wanted: The demands on its results.
         first: The number of operands before the stacks.
     """
     if place.has_wide_loop:
         return widened(operands[first:])
-    are_declared = tuple(v.facts.is_declared for v in operands)
-    ahead = demands_of(run, place.settings, jaxpr, are_declared, wanted)
+    jaxpr = ahead.jaxpr
     return [
         _narrowed(value, place.settings.dtype)
         if demand == Demand.HALF
@@ -260,7 +275,8 @@ def _narrowed_results(
 
 def _narrowed(value: Value, dtype: np.dtype) -> Value:
     facts = value.facts._replace(is_declared=False)
-    return Value(value.cast(dtype), facts, slots=value.slots, stored=value.stored)
+    stored = value.stored if value.copy is None else None
+    return Value(value.cast(dtype), facts, slots=value.slots, stored=stored)
 
 
 def _may_be_narrowed(
