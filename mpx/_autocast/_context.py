@@ -141,6 +141,7 @@ class Value:
         is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
         stored: The stored form of the weight, in 8 bits; or its copy in half precision.
+        tap: Where a product in a loop leaves what it multiplies the weight with.
         gathering: The pending communication of a sharded float32 weight, once its form
             is known. The value has no array before.
         is_shared: Whether several uses read it, some in float32; see `shared`.
@@ -155,6 +156,7 @@ class Value:
     is_constant: bool = False
     slots: Slots | None = None
     stored: Stored | None = None
+    tap: "Tap | None" = None
     gathering: Gathering | None = None
     is_shared: bool = False
     float32_source: "Value | None" = None
@@ -249,6 +251,32 @@ class Value:
     def copy(self) -> AnyArray | None:
         """Its copy in half precision, if it has one."""
         return self.stored.payload if isinstance(self.stored, HalfCopy) else None
+
+
+@dataclasses.dataclass
+class Tap:
+    """The one product of a loop's weight, whose gradient is computed behind the loop.
+
+    Attributes:
+        zeros: An array that gets the gradient of the product's result.
+        row: What the product multiplies the weight with.
+        product: The product, and the weight's place among its operands.
+    """
+
+    zeros: AnyArray
+    row: Any = None
+    product: Any = None
+
+
+@jax.custom_jvp
+def tapped(result: AnyArray, zeros: AnyArray) -> AnyArray:
+    """Returns a result whose gradient goes to the zeros, too, which are not read."""
+    return result
+
+
+@tapped.defjvp
+def _(primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]) -> Any:
+    return tapped(*primals), jax.lax.add(*tangents)
 
 
 @jax.custom_jvp

@@ -49,6 +49,7 @@ from ._context import (
     is_castable,
     literal,
     stream,
+    tapped,
 )
 from ._decide import Case, Choice, Reason, apply_rules, choose, noted, refuse_unknown
 from ._demand import Demand, Wanted, blocks_in_half, demands_of, operands_in_half
@@ -477,4 +478,9 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
-    return list(map(computed, bind(equation, *arrays)))
+    results = bind(equation, *arrays)
+    for place, value in enumerate(case.operands):
+        if value.tap is not None:
+            value.tap.row, value.tap.product = arrays[1 - place], (equation, place)
+            results = [tapped(results[0], value.tap.zeros)]
+    return list(map(computed, results))

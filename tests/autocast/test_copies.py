@@ -1,6 +1,7 @@
-"""What all turns of a loop read is cast once, in front of it, for a GPU's compiler.
+"""What a loop's turns read is cast once, in front of it, for a GPU's compiler.
 
-A program that casts in each turn is the control: the same bits.
+A program that casts in each turn is the control: the same bits. And the gradient of a
+recurrent weight is one product of all turns, behind the loop.
 """
 
 import functools
@@ -199,3 +200,79 @@ def test_micro_batches_give_the_same_bits(recipe):
     """Also the amaxes of a recipe, which are of the weights and not of the copies."""
     copied, cast = both(lambda: step(recipe)[0], *step(recipe)[1])
     assert all(map(np.array_equal, copied, cast)) and len(copied) > 3
+
+
+# --- Gradients behind a loop ----------------------------------------------------------
+
+T, B = 16, 4
+LSTM = {"wi": RNG.normal(size=(D, 4 * D)), "wh": RNG.normal(size=(D, 4 * D))}
+LSTM = {name: (w / 3).astype(np.float32) for name, w in LSTM.items()}
+ROWS = RNG.normal(size=(T, B, D)).astype(np.float32)
+
+
+def lstm(p, x, weight_first=False):
+    def turn(carry, g):
+        n, h, k = carry
+        s = (p["wh"].T @ h.T).T if weight_first else h @ p["wh"]
+        i, f, u, o = jnp.split(g @ p["wi"] + s, 4, -1)
+        k = jax.nn.sigmoid(f) * k + jax.nn.sigmoid(i) * jnp.tanh(u)
+        h = jax.nn.sigmoid(o) * jnp.tanh(k)
+        return (n + 1, h, k), (h, n)
+
+    z = jnp.zeros(x.shape[1:])
+    (n, h, _), (hs, _) = lax.scan(turn, (0, z, z), x)
+    return hs * n.astype(h.dtype) / T
+
+
+def squares(p, x):
+    return jnp.mean(lstm(p, x) ** 2)
+
+
+def slopes(func):
+    p, x = jax.tree.map(jnp.cos, LSTM), jnp.sin(ROWS)
+    return lambda *args: jax.jvp(func, args, (p, x))
+
+
+TAKES = {
+    "reverse": lambda f: jax.grad(f, argnums=(0, 1)),
+    "frozen": lambda f: lambda p, x: jax.grad(lambda w: f({**p, "wi": w}, x))(p["wi"]),
+    "forward": slopes,
+    "second": lambda f: slopes(jax.grad(f)),
+    "vmap": lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, x[None]),
+    "nested": lambda f: jax.grad(
+        lambda p, x: lax.scan(lambda c, x: (c + f(p, x), None), 0.0, x[None])[0]
+    ),
+    "again": lambda f: slopes(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("take", TAKES)
+def test_derivatives_of_a_recurrent_weight(take):
+    """As good as those that the loop sums, in each turn, in float32."""
+    exact = jax.tree.leaves(TAKES[take](squares)(LSTM, ROWS))
+    found = both(on_gpu(squares, TAKES[take]), LSTM, ROWS)
+
+    def error(values):
+        pairs = zip(values, exact, strict=True)
+        return max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs)
+
+    assert error(found[0]) < 1.1 * error(found[1]) < 0.05
+
+
+def sums(made, rows=ROWS):
+    """How often a loop adds to a sum of the recurrent weight's shape."""
+    program = jax.make_jaxpr(made())(LSTM, rows)
+    return sum(
+        times
+        for e, times in equations(program)
+        if e.primitive.name == "add_any" and e.outvars[0].aval.shape == (D, 4 * D)
+    )
+
+
+def test_no_turn_adds_to_a_sum():
+    assert sums(on_gpu(squares, jax.grad)) == 0
+    with casting():
+        assert sums(on_gpu(squares, jax.grad)) == 2 * T
+    # Float16 lacks the range, and stacks of so many rows are larger than the sum.
+    assert sums(on_gpu(squares, jax.grad, "float16")) == 2 * T
+    assert sums(on_gpu(squares, jax.grad), np.tile(ROWS, (1, D, 1))) == 2 * T
