@@ -141,11 +141,11 @@ class Value:
         is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
         stored: The stored form of the weight, in 8 bits; or its copy in half precision.
-        tap: Where a product in a loop leaves what it multiplies the weight with.
         gathering: The pending communication of a sharded float32 weight, once its form
             is known. The value has no array before.
         is_shared: Whether several uses read it, some in float32; see `shared`.
         float32_source: The weight in float32 that the program rounded to it.
+        tap: Where a product in a loop leaves what it multiplies the weight with.
         input_scales: By recipe, the scales of the first product that reads it.
         summands: Of a residual addition to which a bias is added: what it adds.
         dtype: Its present dtype, cached: JAX computes that of a tracer slowly.
@@ -156,10 +156,10 @@ class Value:
     is_constant: bool = False
     slots: Slots | None = None
     stored: Stored | None = None
-    tap: "Tap | None" = None
     gathering: Gathering | None = None
     is_shared: bool = False
     float32_source: "Value | None" = None
+    tap: "Tap | None" = None
     input_scales: dict[AbstractRecipe, AnyArray] = dataclasses.field(
         default_factory=dict
     )

@@ -42,6 +42,7 @@ from ._context import (
     Facts,
     Place,
     Run,
+    Tap,
     Usage,
     Value,
     computed,
@@ -479,8 +480,15 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
     results = bind(equation, *arrays)
-    for place, value in enumerate(case.operands):
-        if value.tap is not None:
-            value.tap.row, value.tap.product = arrays[1 - place], (equation, place)
-            results = [tapped(results[0], value.tap.zeros)]
+    if any(taps := [v.tap for v in case.operands]):
+        results = [_tapped(taps, equation, arrays, *results)]
     return list(map(computed, results))
+
+
+def _tapped(
+    taps: list[Tap | None], equation: JaxprEqn, arrays: list[AnyArray], result: AnyArray
+) -> AnyArray:
+    """Notes a product of a loop's weight; its gradient is computed behind the loop."""
+    ((place, tap),) = ((i, one) for i, one in enumerate(taps) if one)
+    tap.row, tap.product = arrays[1 - place], (equation, place)
+    return tapped(result, tap.zeros)

@@ -18,7 +18,7 @@ each. One cast before the loop, instead of one in every iteration, halves both:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -270,38 +270,31 @@ class _Behind:
         rows = (*jaxpr.invars[len(fixed) :], *jaxpr.outvars)
         room = _MORE * sum(count(aval_of(v).shape) for v in rows)
         for i, (value, variable) in enumerate(zip(fixed, shared, strict=True)):
-            is_half = ahead.demand(variable) == Demand.HALF
-            if value.copy is None or not is_half or not ahead.is_read_once(variable):
-                continue
-            (equation,) = [e for e in jaxpr.eqns if variable in e.invars] or [None]
-            if equation is None or equation.primitive.name != "dot_general":
+            is_half = ahead.demand(variable) == Demand.HALF and value.copy is not None
+            if not (is_half and value.facts.is_weight and ahead.is_read_once(variable)):
                 continue
             most = min(room, count(value.shape))
-            is_small = count(aval_of(equation.outvars[0]).shape) <= most
-            if is_small and not all(atom in shared for atom in equation.invars):
-                self.products[i] = equation
+            for equation in jaxpr.eqns:
+                is_alone = all(a in shared for a in equation.invars)
+                if variable not in equation.invars or is_alone:
+                    continue
+                is_small = count(aval_of(equation.outvars[0]).shape) <= most
+                if equation.primitive.name == "dot_general" and is_small:
+                    self.products[i] = equation
 
     def zeros(self) -> list[AnyArray]:
         """Returns a stack for the gradient of each product's result; none is read."""
         shapes = [aval_of(e.outvars[0]).shape for e in self.products.values()]
         return [jnp.zeros((self._length, *s), self._dtype) for s in shapes]
 
-    def tapped(
-        self, consts: list[Value], weights: list[AnyArray], zeros: list[AnyArray]
-    ) -> list[Tap]:
+    def tapped(self, consts: list[Value], weights: Any, zeros: Any) -> list[Tap]:
         """Puts taps on the weights among a body's constants, and returns them."""
         self._taps = list(map(Tap, zeros))
         for i, array, tap in zip(self.products, weights, self._taps, strict=True):
             consts[i] = dataclasses.replace(consts[i], _array=array, tap=tap)
         return self._taps
 
-    def scan(
-        self,
-        body: Callable[..., PyTree],
-        weights: PyTree,
-        *given: PyTree,
-        **options: Any,
-    ) -> PyTree:
+    def scan(self, body: Any, weights: Any, *given: Any, **options: Any) -> PyTree:
         """Runs a loop; the derivative by its weights is a product of all turns.
 
         Its rule linearizes the loop by all but the weights, whose tangents come in by

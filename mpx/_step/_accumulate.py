@@ -339,9 +339,8 @@ def _cast_once(
     Copies that nothing reads are not made under `jax.jit`.
     """
     settings, known = settings_of(problem.func), unkeyed().payloads
-    if settings is None or not settings.is_enabled or problem.wire is not None:
-        return contextlib.nullcontext()
-    if not settings.device.repeats_casts:
+    is_on = settings is not None and settings.is_enabled and problem.wire is None
+    if settings is None or not (is_on and settings.device.repeats_casts):
         return contextlib.nullcontext()
     copies = {
         id(leaf): (leaf, HalfCopy(leaf.astype(settings.dtype)))

@@ -210,18 +210,18 @@ LSTM = {name: (w / 3).astype(np.float32) for name, w in LSTM.items()}
 ROWS = RNG.normal(size=(T, B, D)).astype(np.float32)
 
 
-def lstm(p, x, weight_first=False):
+def lstm(p, x):
     def turn(carry, g):
         n, h, k = carry
-        s = (p["wh"].T @ h.T).T if weight_first else h @ p["wh"]
-        i, f, u, o = jnp.split(g @ p["wi"] + s, 4, -1)
+        both = lax.dot(p["wi"], g, dimension_numbers=(((0,), (1,)), ((), ())))
+        i, f, u, o = jnp.split(both.T + h @ p["wh"], 4, -1)
         k = jax.nn.sigmoid(f) * k + jax.nn.sigmoid(i) * jnp.tanh(u)
         h = jax.nn.sigmoid(o) * jnp.tanh(k)
         return (n + 1, h, k), (h, n)
 
     z = jnp.zeros(x.shape[1:])
     (n, h, _), (hs, _) = lax.scan(turn, (0, z, z), x)
-    return hs * n.astype(h.dtype) / T
+    return hs * jnp.float32(n) / T
 
 
 def squares(p, x):
