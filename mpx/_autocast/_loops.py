@@ -13,6 +13,9 @@ each. One cast before the loop, instead of one in every iteration, halves both:
   that of one product. With several uses it is cast at each, and their gradients are
   summed in float32.
 - A result that all uses outside cast is stacked in their dtype.
+
+On GPUs what all turns read has a copy in half precision, made in front of the loop; and
+a recurrent weight has its gradient behind it (`_Behind`).
 """
 
 import dataclasses
@@ -224,9 +227,8 @@ def _as_constant(value: Value, variable: Var) -> Value:
 def _with_copy(run: Run, place: Place, value: Value, demand: Demand) -> Value:
     """Returns a value that all iterations read, with a copy in half precision.
 
-    XLA for GPUs casts it in each iteration, and again where `jax.checkpoint` computes
-    one again. The copy is made in front of the loop; gradients go to the float32 array,
-    cast in each iteration as without it.
+    XLA for GPUs does not move its cast out of what `jax.checkpoint` computes again in
+    each iteration. Gradients go to the float32 array, as those of a cast there.
     """
     is_known = value.is_constant or value.stored is not None or value.dtype != FULL
     is_alone = place.settings.device.repeats_casts and not run.uses.wire

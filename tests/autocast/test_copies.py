@@ -115,21 +115,27 @@ def test_value_and_gradients_are_the_same(product):
         assert np.array_equal(a, b) and np.all(np.isfinite(a))
 
 
-def forward(func):
-    return lambda w, x: jax.jvp(func, (w, x), (jnp.cos(w), jnp.sin(x)))
+def slopes(func):
+    return lambda *args: jax.jvp(func, args, jax.tree.map(jnp.cos, args))
 
 
-DERIVATIVES = {
-    "second": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(f)(w, x) ** 2)),
-    "forward": forward,
-    "forward of reverse": lambda f: forward(jax.grad(f)),
-    "vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f))(w[None], x[None]),
+TAKES = {
+    "reverse": grad,
+    "one": lambda f: jax.grad(f, argnums=1),
+    "forward": slopes,
+    "again": lambda f: slopes(jax.checkpoint(f)),
+    "second": lambda f: slopes(jax.grad(f)),
+    "twice": lambda f: jax.grad(lambda w, x: jnp.sum(jax.grad(f, 1)(w, x) ** 2)),
+    "vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, x[None]),
+    "nested": lambda f: jax.grad(
+        lambda w, x: lax.scan(lambda c, x: (c + f(w, x), None), 0.0, x[None])[0]
+    ),
 }
 
 
-@pytest.mark.parametrize("take", DERIVATIVES)
+@pytest.mark.parametrize("take", TAKES)
 def test_so_are_other_derivatives(take):
-    copied, cast = both(on_gpu(chunked(PRODUCTS["tied"]), DERIVATIVES[take]), W, X)
+    copied, cast = both(on_gpu(chunked(PRODUCTS["tied"]), TAKES[take]), W, X)
     assert all(map(np.array_equal, copied, cast))
 
 
@@ -226,24 +232,6 @@ def lstm(p, x):
 
 def squares(p, x):
     return jnp.mean(lstm(p, x) ** 2)
-
-
-def slopes(func):
-    p, x = jax.tree.map(jnp.cos, LSTM), jnp.sin(ROWS)
-    return lambda *args: jax.jvp(func, args, (p, x))
-
-
-TAKES = {
-    "reverse": lambda f: jax.grad(f, argnums=(0, 1)),
-    "frozen": lambda f: lambda p, x: jax.grad(lambda w: f({**p, "wi": w}, x))(p["wi"]),
-    "forward": slopes,
-    "second": lambda f: slopes(jax.grad(f)),
-    "vmap": lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, x[None]),
-    "nested": lambda f: jax.grad(
-        lambda p, x: lax.scan(lambda c, x: (c + f(p, x), None), 0.0, x[None])[0]
-    ),
-    "again": lambda f: slopes(jax.checkpoint(f)),
-}
 
 
 @pytest.mark.parametrize("take", TAKES)
