@@ -56,6 +56,7 @@ from ._quantize import (
     AbstractQuantizer,
     NVFP4Quantizer,
     QuantizedArray,
+    Stored,
     TensorQuantizer,
     quantize,
 )
@@ -494,7 +495,7 @@ def standing_for(
     return reading({**known, **more})
 
 
-def payload_of(array: object, payloads: Mapping[int, Any]) -> QuantizedArray | None:
+def payload_of(array: object, payloads: Mapping[int, Any]) -> Stored | None:
     """Returns the payload of an array; None if unknown."""
     found = payloads.get(id(array))
     return None if found is None else found[1]

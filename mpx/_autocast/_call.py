@@ -26,6 +26,7 @@ from .._base.tree import path_text
 from .._base.typing import AnyArray, Aval
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._program import Call, named_like
+from .._quantize import HalfCopy
 from .._recipe_state import (
     NOTHING_KNOWN,
     StepAsked,
@@ -120,7 +121,7 @@ def call_autocast(call: Invocation) -> PyTree:
         if settings.rules.rules and not recipes:
             refuse_low(settings.rules)
         has_slots = source is not None and counts_uses(source)
-        uses = Uses.of(settings, recipes, has_slots, bool(payloads))
+        uses = Uses.of(settings, recipes, has_slots)
         run = Run(settings, _REWRITES, uses, call.programs, spares_final)
         run.scale = known.scale
         if recipes and is_random(recipes):
@@ -406,12 +407,14 @@ def _input(
     # Equal layers are rewritten once unless something depends on parameters' paths.
     name = path_text(tuple(below)) if run.uses.parameters else ""
     value = declared(leaf, name)
+    stored = payload_of(leaf, payloads) if payloads else None
     if run.uses.recipes:
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
-        stored = payload_of(leaf, payloads)
         value = weight_of_recipe(run, value, name, owner, source, stored)
     elif not value.facts.is_declared:
         return declared(leaf)
+    elif isinstance(stored, HalfCopy):
+        value.stored = stored
     value.facts = value.facts._replace(origin=Origin.WEIGHT)
     return value

@@ -25,7 +25,7 @@ from .._base.dtypes import HALF
 from .._base.jax_compat import scope_names
 from .._base.typing import AnyArray, Aval, Shape
 from .._program import FEW_USES, DataScope, avals
-from .._quantize import AbstractRecipe, QuantizedArray
+from .._quantize import AbstractRecipe, HalfCopy, Stored
 from .._recipe_state import Slots, StepValues
 from .._settings import Rule, Settings, ambient
 from .._wire import Gathering
@@ -140,11 +140,12 @@ class Value:
         facts: Its static facts.
         is_constant: Whether it is a literal of the program.
         slots: The state of recipes that a weight carries.
-        stored: The stored form of the weight, in 8 bits.
+        stored: The stored form of the weight, in 8 bits; or its copy in half precision.
         gathering: The pending communication of a sharded float32 weight, once its form
             is known. The value has no array before.
         is_shared: Whether several uses read it, some in float32; see `shared`.
         float32_source: The weight in float32 that the program rounded to it.
+        tap: Where a product in a loop leaves what it multiplies the weight with.
         input_scales: By recipe, the scales of the first product that reads it.
         summands: Of a residual addition to which a bias is added: what it adds.
         dtype: Its present dtype, cached: JAX computes that of a tracer slowly.
@@ -154,10 +155,11 @@ class Value:
     facts: Facts
     is_constant: bool = False
     slots: Slots | None = None
-    stored: QuantizedArray | None = None
+    stored: Stored | None = None
     gathering: Gathering | None = None
     is_shared: bool = False
     float32_source: "Value | None" = None
+    tap: "Tap | None" = None
     input_scales: dict[AbstractRecipe, AnyArray] = dataclasses.field(
         default_factory=dict
     )
@@ -223,8 +225,9 @@ class Value:
             # By NumPy: JAX would trace the cast, and the constant must stay one.
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype)
+        read = _converted if self.stored is None else self._read
         if self.facts.is_declared or self.dtype not in _CASTABLE:
-            return _converted(self.array, dtype)
+            return read(self.array, dtype)
         if self.dtype == FULL == dtype:
             return self.array
         found = self._casts.setdefault(dtype, [None, 0])
@@ -233,9 +236,59 @@ class Value:
             # The first uses of a half-precision value read the array itself.
             is_first = found[0] is None and (dtype == FULL or not self.is_shared)
             is_own = is_first or self.dtype == FULL
-            found[:] = _converted(self.array if is_own else self.cast(FULL), dtype), 0
+            found[:] = read(self.array if is_own else self.cast(FULL), dtype), 0
         found[1] += 1
         return found[0]
+
+    def _read(self, array: AnyArray, dtype: np.dtype) -> AnyArray:
+        """Returns the array in a dtype: its copy if it has one, or a cast."""
+        copy = self.copy
+        if copy is None or copy.dtype != dtype:
+            return _converted(array, dtype)
+        return _with_gradient_of(copy, array)
+
+    @property
+    def copy(self) -> AnyArray | None:
+        """Its copy in half precision, if it has one."""
+        return self.stored.payload if isinstance(self.stored, HalfCopy) else None
+
+
+@dataclasses.dataclass
+class Tap:
+    """The one product of a loop's weight, whose gradient is computed behind the loop.
+
+    Attributes:
+        zeros: An array that gets the gradient of the product's result.
+        row: What the product multiplies the weight with.
+        product: The product, and the weight's place among its operands.
+    """
+
+    zeros: AnyArray
+    row: Any = None
+    product: Any = None
+
+
+@jax.custom_jvp
+def tapped(result: AnyArray, zeros: AnyArray) -> AnyArray:
+    """Returns a result whose gradient goes to the zeros, too, which are not read."""
+    return result
+
+
+@tapped.defjvp
+def _(primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]) -> Any:
+    return tapped(*primals), jax.lax.add(*tangents)
+
+
+@jax.custom_jvp
+def _with_gradient_of(copy: AnyArray, wide: AnyArray) -> AnyArray:
+    """Returns a copy in half precision, as if `wide` were cast here."""
+    return copy
+
+
+@_with_gradient_of.defjvp
+def _(primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]) -> Any:
+    copy = _with_gradient_of(*primals)
+    return copy, jax.lax.convert_element_type(tangents[1], copy.dtype)
 
 
 def _converted(array: AnyArray, dtype: np.dtype) -> AnyArray:
@@ -375,7 +428,6 @@ class Uses:
         scopes: Whether the names of scopes are needed.
         parameters: Whether the parameter of a value is needed. Otherwise paths are not
             distinguished, and equal layers are rewritten once.
-        payloads: Whether weights may be stored in 8 bits that a product reads.
         wire: Whether weights and gradients are communicated in the policy's dtypes.
         notes: Whether emitted equations carry notes.
     """
@@ -384,7 +436,6 @@ class Uses:
     slots: bool
     scopes: bool
     parameters: bool
-    payloads: bool
     wire: bool
     notes: bool
 
@@ -394,7 +445,6 @@ class Uses:
         settings: Settings,
         recipes: Collection[AbstractRecipe] = (),
         wants_slots: bool = False,
-        has_payloads: bool = False,
     ) -> "Uses":
         """Determines the features of a call, from its settings and its recipes."""
         rules = settings.rules if settings.rules.rules else None
@@ -406,7 +456,6 @@ class Uses:
             slots=slots,
             scopes=slots or (rules is not None and rules._needs_scopes),
             parameters=slots or notes or are_named,
-            payloads=has_payloads and bool(recipes),
             wire=settings.wire is not None,
             notes=notes,
         )

@@ -32,7 +32,7 @@ from .._program import (
     program_of,
     properties,
 )
-from .._quantize import QuantizedArray
+from .._quantize import Stored
 from .._recipe_state import Slots, StateOperands, StepValues
 from .._wire import refuse_sums_of_others
 from ._context import (
@@ -57,7 +57,7 @@ def make_values(
     arrays: Sequence[AnyArray],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
-    stored: Sequence[QuantizedArray | None] = (),
+    stored: Sequence[Stored | None] = (),
 ) -> list[Value]:
     """Makes the values of a program's operands, inside of it."""
     nothing = (None,) * len(facts)

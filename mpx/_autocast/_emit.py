@@ -44,6 +44,7 @@ from ._context import (
     Facts,
     Place,
     Run,
+    Tap,
     Usage,
     Value,
     computed,
@@ -51,6 +52,7 @@ from ._context import (
     is_castable,
     literal,
     stream,
+    tapped,
 )
 from ._decide import Case, Choice, Reason, apply_rules, choose, noted, refuse_unknown
 from ._demand import Demand, Wanted, blocks_in_half, demands_of, operands_in_half
@@ -228,7 +230,7 @@ def _scaled_already(case: Case) -> Value | None:
 def _emit_move(case: Case) -> list[Value]:
     """Emits an operation that moves data, weights between devices included."""
     stored = None
-    if case.run.uses.wire or case.run.uses.payloads:
+    if case.run.uses.wire or (case.operands and case.operands[0].stored):
         stored = moved_payload(case)
         travelled = moved_later(case, stored) or travelled_weight(case, stored)
         if travelled:
@@ -481,7 +483,19 @@ def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]
         equation = in_cpu_form(equation, arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
-    return list(map(computed, bind(equation, *arrays)))
+    results = bind(equation, *arrays)
+    if any(taps := [v.tap for v in case.operands]):
+        results = [_tapped(taps, equation, arrays, *results)]
+    return list(map(computed, results))
+
+
+def _tapped(
+    taps: list[Tap | None], equation: JaxprEqn, arrays: list[AnyArray], result: AnyArray
+) -> AnyArray:
+    """Notes a product of a loop's weight; its gradient is computed behind the loop."""
+    ((place, tap),) = ((i, one) for i, one in enumerate(taps) if one)
+    tap.row, tap.product = arrays[1 - place], (equation, place)
+    return tapped(result, tap.zeros)
 
 
 # So many times larger than the data, a result waits for the gradient of the weight.
@@ -493,7 +507,9 @@ def _with_ordered_gradients(case: Case, arrays: list[AnyArray]) -> list[AnyArray
     are_weights = [value.facts.is_declared for value in case.operands]
     if case.name == "conv_general_dilated" and are_weights[1]:
         return [arrays[0], with_flat_gradient(arrays[1])]
-    if case.name != "dot_general" or are_weights.count(True) != 1:
+    # A loop over its turns adds each gradient as it is computed.
+    is_in_turns = any(v.copy is not None or v.tap for v in case.operands)
+    if case.name != "dot_general" or are_weights.count(True) != 1 or is_in_turns:
         return arrays
     data = count(arrays[are_weights.index(False)].shape)
     if count(aval_of(case.equation.outvars[0]).shape) < _MUCH_LARGER * data:

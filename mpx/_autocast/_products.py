@@ -337,7 +337,8 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
 def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | None:
     """Returns the stored form of a weight if a product can read it, else None."""
     stored = weight.stored
-    return stored if stored is not None and may_read(product, stored) else None
+    is_8_bits = isinstance(stored, QuantizedArray)
+    return stored if is_8_bits and may_read(product, stored) else None
 
 
 def _use(case: Case, weight: Value) -> Use:

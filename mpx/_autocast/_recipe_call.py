@@ -17,7 +17,7 @@ from .._base.dtypes import is_half
 from .._base.errors import listing, warn_user
 from .._base.jax_compat import manual_axes, scope_names
 from .._program import PrimitiveClass, distinct_equations, line_of, properties
-from .._quantize import AbstractRecipe, QuantizedArray
+from .._quantize import AbstractRecipe, Stored
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._settings import MARK, Precision, Rules, Weights, ambient
 from ._context import Run, Value, declared
@@ -136,7 +136,7 @@ def weight_of_recipe(
     name: str,
     owner: str,
     source: Source,
-    stored: QuantizedArray | None,
+    stored: Stored | None,
 ) -> Value:
     """Prepares a parameter for products under a recipe.
 
@@ -161,7 +161,7 @@ def weight_of_recipe(
         # the program has converted them.
         shape = array.shape if value.facts.is_declared and not manual_axes() else None
         value.slots = Slots.of_parameter(owner + name, source, shape)
-        if shape is not None and stored is None:
+        if shape is not None and (stored is None or value.copy is not None):
             value.slots = value.slots.measured(array, target)
         run.parameters.add(owner + name)
     return value

@@ -29,7 +29,7 @@ from .._base.dtypes import is_half
 from .._base.jax_compat import bind_equation, manual_axes, shard_map_axes
 from .._base.typing import AnyArray
 from .._program import PrimitiveClass, aval_of, avals, properties
-from .._quantize import QuantizedArray
+from .._quantize import HalfCopy, Stored
 from .._recipe_state import Slots
 from .._settings import Settings, Wire
 from .._wire import (
@@ -53,7 +53,7 @@ _SLICES = ("dynamic_slice", "slice")
 MARKS = ("name", "optimization_barrier", "stop_gradient")
 
 
-def travelled_weight(case: Case, stored: QuantizedArray | None) -> Value | None:
+def travelled_weight(case: Case, stored: Stored | None) -> Value | None:
     """Gathers a weight from other devices, cast before if all its uses allow it.
 
     Args:
@@ -82,7 +82,7 @@ def travelled_weight(case: Case, stored: QuantizedArray | None) -> Value | None:
     return Value(array, value.facts, slots=value.slots)
 
 
-def moved_payload(case: Case) -> QuantizedArray | None:
+def moved_payload(case: Case) -> Stored | None:
     """Moves the stored form of a weight as an equation moves the weight.
 
     Returns None if nothing moves, or if no product can read the result: rows of a
@@ -94,14 +94,16 @@ def moved_payload(case: Case) -> QuantizedArray | None:
     known = properties(case.name)
     is_gathered = known.gathers and not manual_axes()
     is_whole = known.rearranges or is_gathered or known.is_free
-    if not is_whole and case.name not in _SLICES:
+    # Of a copy that a loop slices, few parts may be read.
+    slices = _SLICES[isinstance(stored, HalfCopy) :]
+    if not is_whole and case.name not in slices:
         return None
     others = [v.array for v in case.operands[1:]]
     (payload,) = bind_equation(case.equation, stored.payload, *others)
     return dataclasses.replace(stored, payload=payload)
 
 
-def moved_later(case: Case, stored: QuantizedArray | None) -> Value | None:
+def moved_later(case: Case, stored: Stored | None) -> Value | None:
     """Defers moving a pending weight until it is gathered; None for other operands."""
     gathering = case.operands[0].gathering if len(case.operands) == 1 else None
     if gathering is None or not properties(case.name).rearranges:
@@ -109,9 +111,7 @@ def moved_later(case: Case, stored: QuantizedArray | None) -> Value | None:
     return _pending(case.operands[0], gathering.then(case.equation), stored)
 
 
-def _pending(
-    value: Value, gathering: Gathering, stored: QuantizedArray | None
-) -> Value:
+def _pending(value: Value, gathering: Gathering, stored: Stored | None) -> Value:
     slots = value.slots and value.slots.moved(is_mixed=False)
     return Value(None, value.facts, False, slots, stored, gathering)
 

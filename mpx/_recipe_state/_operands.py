@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array
 
 from .._loss_scaling import AbstractLossScaling
-from .._quantize import AbstractRecipe, QuantizedArray, rounds_stochastically
+from .._quantize import AbstractRecipe, Stored, rounds_stochastically
 from .._settings import ambient, with_ambient
 from ._slots import Slots
 
@@ -45,7 +45,7 @@ class StateOperands:
         self,
         slots: Sequence[Slots | None],
         *lengths: int,
-        stored: Sequence[QuantizedArray | None] = (),
+        stored: Sequence[Stored | None] = (),
         step: StepValues = NOTHING_KNOWN,
     ) -> None:
         """Packs the slots of operands, their stored forms, and the step's values.
@@ -73,7 +73,7 @@ class StateOperands:
 
     def unpacked(
         self, arrays: Sequence[Array]
-    ) -> tuple[list[Slots | None], list[QuantizedArray | None], StepValues]:
+    ) -> tuple[list[Slots | None], list[Stored | None], StepValues]:
         """Returns the slots and stored form of each operand, and the step's values."""
         packed, given, step = jax.tree.unflatten(self._tree, arrays)
         slots = [

@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 
 from .._base.dtypes import is_half
 from .._base.jax_compat import explaining
-from .._quantize import QuantizedArray
+from .._quantize import Stored
 from ._policy import Wire
 from ._settings import MARK, Settings, region
 
@@ -108,7 +108,7 @@ class Cast(NamedTuple):
 
 # By the `id` of an array, which is stored with its payload, so that the `id` is not
 # reused.
-Payloads = Mapping[int, tuple[Any, QuantizedArray]]
+Payloads = Mapping[int, tuple[Any, Stored]]
 
 
 @dataclasses.dataclass(frozen=True)

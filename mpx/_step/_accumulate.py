@@ -22,8 +22,16 @@ from .._base.dtypes import dtype_of_gradient
 from .._base.errors import describe
 from .._base.tree import is_model_state, is_trainable
 from .._base.typing import AnyArray, LeafPredicate
-from .._quantize import largest_magnitude
-from .._settings import MARK, Mark, parameters_of, weights_in_call
+from .._quantize import HalfCopy, largest_magnitude
+from .._settings import (
+    MARK,
+    Mark,
+    parameters_of,
+    settings_of,
+    unkeyed,
+    weights_in_call,
+)
+from .._stored_weights import reading
 from ._engine import Problem
 from ._inputs import input_path
 
@@ -311,15 +319,35 @@ def accumulated(
     """
     batch = MicroBatches.read(how, problem, args, kwargs)
     zeros = zeros_like_weights(args, problem.argnums, problem.grad_dtype)
-    (total, state), (losses, weights, stacked, amaxes) = jax.lax.scan(
-        functools.partial(batch.turn, one),
-        (zeros, batch.state),
-        batch.cut(how.steps),
-        length=how.steps,
-    )
+    with _cast_once(problem, batch):
+        (total, state), (losses, weights, stacked, amaxes) = jax.lax.scan(
+            functools.partial(batch.turn, one),
+            (zeros, batch.state),
+            batch.cut(how.steps),
+            length=how.steps,
+        )
     loss, grads = joined(losses, weights, total)
     amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
     return loss, batch.aux(stacked, state), grads, amaxes
+
+
+def _cast_once(
+    problem: Problem, batch: "MicroBatches"
+) -> contextlib.AbstractContextManager[None]:
+    """Gives an autocast function the weights in half precision, for all micro-batches.
+
+    Copies that nothing reads are not made under `jax.jit`.
+    """
+    settings, known = settings_of(problem.func), unkeyed().payloads
+    is_on = settings is not None and settings.is_enabled and problem.wire is None
+    if settings is None or not (is_on and settings.device.repeats_casts):
+        return contextlib.nullcontext()
+    copies = {
+        id(leaf): (leaf, HalfCopy(leaf.astype(settings.dtype)))
+        for leaf, kind in zip(batch.leaves, batch.kinds, strict=True)
+        if kind == _WHOLE and isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
+    }
+    return reading({**copies, **known})
 
 
 def zeros_like_weights(

@@ -84,6 +84,11 @@ class Target:
         return self.platform == "cpu" and WIDENS_STACKS
 
     @property
+    def repeats_casts(self) -> bool:
+        """Whether its compiler casts what a loop reads in each iteration again."""
+        return self.platform == "cuda"
+
+    @property
     def has_fp8_units(self) -> bool:
         """Whether matmuls with one scale per tensor are fast in FP8."""
         if self.platform == "cuda":

@@ -16,6 +16,16 @@ from .._formats._hadamard import hadamard_transform
 from .._formats._rounding import unpack
 
 
+class HalfCopy(eqx.Module):
+    """A float32 array in half precision, made once for all who read it so.
+
+    Attributes:
+        payload: The copy, without a derivative.
+    """
+
+    payload: Array
+
+
 class QuantizedArray(Whole):
     r"""An array in low precision: payload and inverse scales, an immutable PyTree.
 
@@ -173,3 +183,7 @@ class QuantizedArray(Whole):
 def _float32(scales: Array) -> Array:
     is_e8m0 = scales.dtype == jnp.float8_e8m0fnu
     return float32_from_e8m0(scales) if is_e8m0 else scales.astype(jnp.float32)
+
+
+# What a weight may be stored as, besides in float32.
+Stored = QuantizedArray | HalfCopy
