@@ -348,6 +348,7 @@ def _adds_to_stream(case: Case, values: list[Value]) -> bool:
 RESULT = "a result keeps its declared dtype"
 CARRY = "a loop's carry keeps its declared dtype"
 USED = "its uses read half precision"
+KERNELS = "several kernels read it"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from .._program import (
     avals,
     backward,
     goes_around,
+    is_activation,
     is_along_vmap,
     is_made_of_product,
     is_multiplication,
@@ -43,6 +44,7 @@ from .._program import (
     is_residual,
     is_scaled,
     is_sum_of_products,
+    is_summed_often,
     looked_up,
     makers_of,
     only_picks,
@@ -51,6 +53,7 @@ from .._program import (
     scaled_product,
     sub_jaxprs,
     subtracts_maximum,
+    sums_before,
 )
 from .._settings import Precision, Settings
 from ._context import FULL, Run, is_castable, is_tpu
@@ -88,6 +91,8 @@ class Demands(NamedTuple):
         factors: The numbers that matmuls are multiplied by before they are rounded.
         scaled: The results of these multiplications.
         unbiased: The results of residual additions to which a bias is added.
+        stored: The values that several kernels read, stored in half precision.
+        activated: The operands of activations, whose gradients are stored like that.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or an inner program may move: stacks of weights perhaps.
     """
@@ -102,6 +107,8 @@ class Demands(NamedTuple):
     factors: Mapping[Atom, float] = MappingProxyType({})
     scaled: Set[Var] = frozenset()
     unbiased: Set[Var] = frozenset()
+    stored: Set[Var] = frozenset()
+    activated: Set[Atom] = frozenset()
     moved_weights: tuple[Var, ...] = ()
 
     @property
@@ -205,6 +212,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         sums: The sums of two products.
         factors: The numbers that matmuls are multiplied by.
         scaled: The results of these multiplications.
+        summed: The sums that norms read, and beginnings of streams.
+        stored: The values that several kernels read.
+        activated: The operands of activations.
         shifted: The values whose maximum is subtracted from them.
         moved: The operands that an equation moves, or an inner program may move.
     """
@@ -224,6 +234,9 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.factors: dict[Atom, float] = {}
         self.scaled: set[Var] = set()
         self.unbiased: set[Var] = set()
+        self.summed: set[Atom] = set()
+        self.stored: set[Var] = set()
+        self.activated: set[Atom] = set()
         self.shifted: set[Atom] = set()
         self.moved: set[Atom] = set()
         self._run, self._settings, self._jaxpr = run, settings, jaxpr
@@ -231,6 +244,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.makers = makers_of(jaxpr)
 
         self._keeps_scores = functools.cache(keeps_scores)
+        self._hands_on = functools.cache(hands_on)
 
     def plan(self, results: Wanted) -> Demands:
         """Returns the demands on the values of the program."""
@@ -247,6 +261,8 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.factors,
             self.scaled,
             self.unbiased,
+            self.stored,
+            self.activated,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
         )
 
@@ -280,12 +296,13 @@ class _DemandFlow(BackwardFlow[Demand]):
             # are known.
             if equation.outvars[0] not in self.unbiased:
                 self.residuals.update(equation.outvars)
-            found = (looked_up(a, self.makers) for a in equation.invars)
-            self.beginnings.update(v for v in found if v is not None)
+            self._note_beginnings(equation, here)
             if is_half:
                 return Demand.HALF, Demand.HALF
         elif is_sum_of_products(equation, self.makers):
             self.sums.update(equation.outvars)
+        if self._hands_on(here):
+            self._hand_on(equation, here, results)
         known = properties(equation.primitive.name)
         if known.moves or sub_jaxprs(equation):
             self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
@@ -308,6 +325,31 @@ class _DemandFlow(BackwardFlow[Demand]):
                 if place is not None:
                     found[place] |= demand
         return found
+
+    def _hand_on(
+        self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
+    ) -> None:
+        """Notes what kernels hand on to each other: see `islands`."""
+        is_half, made = here.residual_stream == "half", self.makers.equations
+        variables = [v for v in equation.outvars if aval_of(v).dtype == FULL]
+        if is_activation(equation):
+            (operand, *_) = equation.invars
+            if is_half and results[0] == BOTH:
+                self.stored.update(variables)
+            if operand in made and is_summed_often(operand, self.makers):
+                self.activated.add(operand)
+        elif is_half and equation.primitive.name == "reduce_sum":
+            self.summed.update(sums_before(equation, self.makers, self.is_declared))
+        self.stored.update(v for v in variables if v in self.summed)
+
+    def _note_beginnings(self, equation: JaxprEqn, here: Settings) -> None:
+        """Notes where the residual stream begins that an equation adds to."""
+        found = {a: looked_up(a, self.makers) for a in equation.invars}
+        self.beginnings.update(v for v in found.values() if v is not None)
+        if here.residual_stream == "half" and self._hands_on(here):
+            others = (a for a, rows in found.items() if rows is None)
+            streams = (a for a in others if self.makers.readers[a] > 1)
+            self.summed.update(a for a in streams if not is_scaled(a, self.makers))
 
     def _of_scores(
         self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
@@ -554,6 +596,20 @@ def keeps_scores(settings: Settings) -> bool:
     if not rules.looks_ahead or any(map(rules._first_of, _OF_SCORES)):
         return False
     return is_tpu(settings)
+
+
+# What stores half precision, or takes its gradient in it.
+_OF_KERNELS = ("add", "mul", "logistic", "tanh", "erf", "reduce_sum")
+
+
+def hands_on(settings: Settings) -> bool:
+    """Returns whether kernels of one region hand on half precision: see `islands`."""
+    if not settings.is_enabled or settings.dtype != jnp.bfloat16:
+        return False
+    rules = settings.rules
+    if not rules.looks_ahead or any(map(rules._first_of, _OF_KERNELS)):
+        return False
+    return settings.device.platform == "cuda"
 
 
 # JAX's names for the highest precision.

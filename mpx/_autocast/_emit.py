@@ -70,6 +70,7 @@ from ._rewrites import (
     SCATTERS,
     converted,
     finds_one_in_each_row,
+    handed_on,
     look_up,
     scatter,
     sum_in_float32,
@@ -116,7 +117,7 @@ def evaluate(
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     if ahead.moved_weights:
         values.update(cast_stacks(run, place, values, ahead))
-    ends = ahead.residuals | ahead.sums | ahead.unbiased
+    ends = ahead.residuals | ahead.sums | ahead.unbiased | ahead.stored
     found = _parts(run, place, jaxpr, values, ends)
     alone = read_by_one(found, ahead)
     for variable in jaxpr.invars:
@@ -134,7 +135,7 @@ def evaluate(
                 here = dataclasses.replace(here, reach=found)
             demands = ahead.wanted(equation, here.settings.dtype)
             case = Case(run, here, equation, inputs, demands, ahead)
-            outputs = _emit(case)
+            outputs = handed_on(case, _emit(case))
             if here.has_wide_loop:
                 outputs = widened(outputs)
             if run.uses.recipes:
@@ -296,6 +297,7 @@ def _emit_decided(case: Case) -> list[Value]:
             return [product]
         results = _emit_operation(case, choice)
         is_sum = case.name == "add" and results[0].dtype == FULL
+        is_sum = is_sum and case.equation.outvars[0] not in case.ahead.stored
         return with_rounded_gradient(case, results) if is_sum else results
 
 

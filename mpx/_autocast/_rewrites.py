@@ -3,22 +3,23 @@
 Additions of a bias, lookups, scatters, sparse products and casts of the program.
 """
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType
 from jaxtyping import Array
 
 from .._base.dtypes import is_half
 from .._base.jax_compat import bind_equation
 from .._base.typing import AnyArray, Length, Shape
-from .._program import aval_of, avals
+from .._program import aval_of, avals, is_activation
 from ._context import FULL, Value, computed, declared, is_castable, is_tpu
-from ._decide import Case
+from ._decide import KERNELS, Case, noted_cast
 
 # --- The gradient of a bias -----------------------------------------------------------
 #
@@ -64,6 +65,56 @@ def _(
     one = jax.lax.optimization_barrier(np.ones((), dtype))
     half = jax.lax.convert_element_type(dot, dtype) * one
     return x, jax.lax.convert_element_type(half, dot.dtype)
+
+
+# --- What several kernels read --------------------------------------------------------
+#
+# See `_program.islands`. XLA may leave out narrowing and widening again (jax #6283),
+# but not around a barrier, which costs nothing where an array is written anyway.
+
+
+def handed_on(case: Case, results: list[Value]) -> list[Value]:
+    """Stores the results of an equation, or their gradients, in half precision.
+
+    Args:
+        case: The equation; the demands of its program say what is stored.
+        results: Its results.
+
+    Returns:
+        Its results.
+    """
+    variables, ahead = case.equation.outvars, case.ahead
+    if ahead.stored.isdisjoint(variables) and ahead.activated.isdisjoint(variables):
+        return results
+    return [_stored(case, v, x) for v, x in zip(variables, results, strict=True)]
+
+
+def _stored(case: Case, variable: Var, value: Value) -> Value:
+    array, dtype = value.array, case.settings.dtype
+    if array.dtype != FULL:
+        return value
+    if variable in case.ahead.stored:
+        with noted_cast(KERNELS) if case.run.uses.notes else contextlib.nullcontext():
+            array = value.cast(dtype)
+        # Products read an activation, too: it is written in half precision anyway.
+        if not is_activation(case.equation):
+            array = jax.lax.optimization_barrier(array)
+    elif variable in case.ahead.activated:
+        array = _with_stored_gradient(array, dtype)
+    return Value(array, value.facts, slots=value.slots)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _with_stored_gradient(x: AnyArray, dtype: np.dtype) -> AnyArray:
+    return x
+
+
+@_with_stored_gradient.defjvp
+def _(
+    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
+) -> tuple[AnyArray, AnyArray]:
+    half = jax.lax.optimization_barrier(tangents[0].astype(dtype))
+    return primals[0], half.astype(tangents[0].dtype)
 
 
 # --- Lookups of one element in each row: the label's logit, in a cross-entropy --------

@@ -61,14 +61,17 @@ from .homogeneity import is_proportional
 from .islands import (
     Island,
     goes_around,
+    is_activation,
     is_made_of_product,
     is_residual,
     is_scaled,
     is_sum_of_products,
+    is_summed_often,
     looked_up,
     makers_of,
     parts,
     reachable,
+    sums_before,
 )
 from .kernels import accesses_of_wide_only, is_reference, with_half_blocks
 from .layouts import flat, with_flat_gradient, with_gradients_at_once

@@ -462,3 +462,91 @@ def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn |
         if is_moved or is_cheap(maker):  # `jnp.where` is a jit
             operands = (a for a in maker.invars if not isinstance(a, Literal))
             waiting += [a for a in operands if count(aval_of(a).shape) == size]
+
+
+# --- What several kernels read --------------------------------------------------------
+#
+# XLA's compiler for GPUs (jaxlib 0.10.2, November 2026) makes several kernels of an
+# island that reduces over rows and channels, as a group norm, or whose gradient is
+# summed for several weights, as a convolution by shifts. It writes what lies between
+# them: in float32, if nothing is done. What is found here is stored in half precision.
+
+# Operations that XLA does not compute twice: their results are written.
+_COSTLY = frozenset(("erf", "logistic", "tanh"))
+_EXPONENTIALS = frozenset(("exp", "exp2"))
+
+
+def is_activation(equation: JaxprEqn) -> bool:
+    """Returns whether an equation is an elementwise function, such as silu or tanh."""
+    names = _names(equation)
+    is_elementwise = not any(name.startswith("reduce") for name in names)
+    return not names.isdisjoint(_COSTLY) and is_elementwise and is_cheap(equation)
+
+
+def _names(equation: JaxprEqn) -> set[str]:
+    """Returns the primitives of an equation, or of its program."""
+    if not properties(equation.primitive.name).joins_regions:
+        return {equation.primitive.name}
+    return {e.primitive.name for e in open_jaxpr(program_of(equation)).eqns}
+
+
+def is_summed_often(value: Atom, makers: Makers) -> bool:
+    """Returns whether the gradient of a value is summed for several smaller ones.
+
+    These are weights, biases and statistics. The gradient of a product and one bias is
+    rounded already.
+    """
+    size = count(aval_of(value).shape)
+    makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
+    read = (a for maker in makers_found if is_cheap(maker) for a in maker.invars)
+    variables = {a for a in read if not isinstance(a, Literal)}
+    return sum(1 < count(aval_of(v).shape) < size for v in variables) > 1
+
+
+def sums_before(
+    equation: JaxprEqn, makers: Makers, is_declared: Callable[[Atom], bool]
+) -> list[Atom]:
+    """Returns the sums of a product and something computed that a norm reads.
+
+    Not those of a softmax, whose exponentials need all digits, and of a loss, which is
+    computed where its terms are.
+
+    Args:
+        equation: The sum in the norm.
+        makers: The equations that make the values of the program.
+        is_declared: Whether a value is an input, such as a bias.
+
+    Returns:
+        The sums, in the shape in which the norm reads them if nothing else does.
+    """
+    size, rows = (
+        count(aval_of(v).shape) for v in (equation.invars[0], equation.outvars[0])
+    )
+    waiting = [(equation.invars[0], equation.invars[0])] if rows > 1 else []
+    found: list[Atom] = []
+    for _ in range(_ISLAND):
+        value, view = waiting.pop() if waiting else (None, None)
+        maker = None if value is None else makers.equations.get(value)
+        if maker is None or view is None or not is_cheap(maker):
+            continue
+        if not _names(maker).isdisjoint(_EXPONENTIALS):
+            return []
+        if _is_inner_sum(maker, makers) and not any(map(is_declared, maker.invars)):
+            found.append(view)
+            continue
+        is_same = properties(maker.primitive.name).is_free
+        operands = [a for a in maker.invars if not isinstance(a, Literal)]
+        waiting += [
+            (a, view if is_same and makers.readers[a] == 1 else a)
+            for a in operands
+            if count(aval_of(a).shape) == size
+        ]
+    return found
+
+
+def _is_inner_sum(equation: JaxprEqn, makers: Makers) -> bool:
+    """Returns whether an equation adds to a product, and not to a residual stream."""
+    if equation.primitive.name != "add":
+        return False
+    is_stream = is_residual(equation, makers, False) and goes_around(equation, makers)
+    return not is_stream and any(is_made_of_product(a, makers) for a in equation.invars)
