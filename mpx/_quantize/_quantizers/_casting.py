@@ -16,6 +16,7 @@ One result differs from rounding by arithmetic, which all other devices use: val
 below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
+import dataclasses
 import functools
 from typing import TypeVar
 
@@ -109,7 +110,7 @@ def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
     """
     if amax is None or not target.transposes_fp8:
         return copy
-    return lax.optimization_barrier(copy)
+    return dataclasses.replace(copy, payload=lax.optimization_barrier(copy.payload))
 
 
 class _Cast(Arithmetic):
