@@ -28,6 +28,7 @@ from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._program import Call, named_like
 from .._recipe_state import (
     NOTHING_KNOWN,
+    State,
     StepAsked,
     StepValues,
     asked_for_step,
@@ -113,6 +114,8 @@ def call_autocast(call: Invocation) -> PyTree:
         return _call_with_objects(call, *given)
     func, args, kwargs = given
     source = None if around.source is None else around.source.take()
+    if isinstance(source, State):
+        source = source.in_one_array(settings.device)
     value = functools.partial(_input, call.weights, source, payloads)
 
     def run_of(spares_final: bool, known: StepValues, jaxpr: Jaxpr) -> Run:
@@ -123,6 +126,7 @@ def call_autocast(call: Invocation) -> PyTree:
         uses = Uses.of(settings, recipes, has_slots, bool(payloads))
         run = Run(settings, _REWRITES, uses, call.programs, spares_final)
         run.scale = known.scale
+        run.scales = source.vector if isinstance(source, State) else None
         if recipes and is_random(recipes):
             run.step = asked_for_step() if known.number is None else known.number
         return run

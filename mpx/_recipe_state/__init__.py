@@ -34,4 +34,5 @@ from ._slots import (
     repeated,
     shared,
     with_input_scale,
+    with_scales,
 )

@@ -24,10 +24,12 @@ class StepValues(NamedTuple):
     Attributes:
         number: The number of the step; None if the program needs none.
         scale: The loss scale; None if the program needs none.
+        scales: The scales of recipes in one array; see `State.in_one_array`.
     """
 
     number: Array | None = None
     scale: Array | None = None
+    scales: Array | None = None
 
 
 NOTHING_KNOWN = StepValues()

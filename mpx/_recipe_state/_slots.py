@@ -16,14 +16,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._base.jax_compat import is_on_a_mesh
 from .._base.typing import Length, Shape
-from .._quantize import AbstractRecipe, Role, Target, amax_of, largest_magnitude
+from .._quantize import (
+    AbstractRecipe,
+    Role,
+    Target,
+    amax_in_parts,
+    amax_of,
+    largest_magnitude,
+)
 from .._settings import ambient, with_ambient
 
 # --- Copies of scales, whose "derivative" is the maximum of their amaxes --------------
@@ -62,8 +71,8 @@ def with_input_scale(scales: Array, first: Array) -> Array:
     amax from all: its own product may have no derivative, behind a `stop_gradient`.
     """
     # The compiler recognizes one scalar in these (2026-11: not in `.at[].set`).
-    parts = (scales[:_INPUT], first[_INPUT : _INPUT + 1], scales[_INPUT + 1 :])
-    return jnp.concatenate(parts)
+    begin, end = _range_of(_INPUT, scales)
+    return jnp.concatenate((scales[:begin], first[begin:end], scales[end:]))
 
 
 def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
@@ -71,7 +80,9 @@ def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
 
 
 def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    return amaxes, jnp.where(jnp.arange(ROLES) == _INPUT, amaxes, 0)
+    begin, end = _range_of(_INPUT, amaxes)
+    place = jnp.arange(amaxes.size)
+    return amaxes, jnp.where((place >= begin) & (place < end), amaxes, 0)
 
 
 with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
@@ -88,13 +99,31 @@ def _with_weight_amax_forward(scales: Array, amax: Array) -> PyTree:
 
 
 def _with_weight_amax_backward(amax: Array, amaxes: Array) -> PyTree:
-    found = amaxes[..., _WEIGHT : _WEIGHT + 1]
-    weight = jnp.where(found == 0, amax[..., None], found)
-    parts = (amaxes[..., :_WEIGHT], weight, amaxes[..., _WEIGHT + 1 :])
+    begin, end = _range_of(_WEIGHT, amaxes)
+    found = amaxes[..., begin:end]
+    weight = jnp.where(found == 0, amax, found)
+    parts = (amaxes[..., :begin], weight, amaxes[..., end:])
     return jnp.concatenate(parts, axis=-1), None
 
 
 with_weight_amax.defvjp(_with_weight_amax_forward, _with_weight_amax_backward)
+
+
+@jax.custom_vjp
+def with_scales(token: Array, scales: Array) -> Array:
+    """Returns scales in the place of a slot's, to which the amaxes come back."""
+    return jnp.repeat(scales, token.size // ROLES)
+
+
+def _with_scales_forward(token: Array, scales: Array) -> PyTree:
+    return with_scales(token, scales), None
+
+
+def _with_scales_backward(_: None, amaxes: Array) -> PyTree:
+    return amaxes, None
+
+
+with_scales.defvjp(_with_scales_forward, _with_scales_backward)
 
 
 def repeated(x: Array, length: int) -> Array:
@@ -116,6 +145,37 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
 
 
 _repeated.defvjp(_repeated_forward, _repeated_backward)
+
+
+# An amax takes two kernels: the first one returns some thousand maxima. Slots have room
+# for these, so the second ones of all arrays are one kernel.
+_PARTS, _TOGETHER = 4096, 24
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_room(parts: int, scales: Array) -> tuple[Array, ...]:
+    return tuple(jnp.repeat(x, parts) for x in scales)
+
+
+def _with_room_forward(parts: int, scales: Array) -> PyTree:
+    return _with_room(parts, scales), None
+
+
+def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTree:
+    found = []
+    for i in range(0, len(amaxes), _TOGETHER):
+        several = jax.lax.optimization_barrier(jnp.stack(amaxes[i : i + _TOGETHER]))
+        found.append(largest_magnitude(several.reshape(-1, ROLES, parts), (2,)))
+    return (jnp.concatenate(found),)
+
+
+_with_room.defvjp(_with_room_forward, _with_room_backward)
+
+
+def _range_of(role: int, x: Array) -> tuple[int, int]:
+    """Returns the places of a role in a slot."""
+    parts = x.shape[-1] // ROLES
+    return role * parts, (role + 1) * parts
 
 
 # --- States and requests --------------------------------------------------------------
@@ -192,12 +252,33 @@ class State(NamedTuple):
         shapes: The shapes of the weights that it was made for, by path.
         quantized: The only uses of weights that a recipe quantizes; None in a training
             step, which decides on them itself.
+        vector: The scales of slots that no scan slices, in one array, if they are.
+        rows: The row of each of these slots.
     """
 
     scales: Mapping[SlotName, Array]
     recipes: Mapping[SlotName, AbstractRecipe]
     shapes: Mapping[str, Shape]
     quantized: Sequence[SlotName] | None = None
+    vector: Array | None = None
+    rows: Mapping[SlotName, int] = MappingProxyType({})
+
+    def in_one_array(self, target: Target) -> "State":
+        """Returns the same state for a GPU, which runs a kernel for each scalar.
+
+        All that is computed from one array becomes one kernel. With several devices
+        amaxes are not in parts: an array may be sharded along any axis.
+        """
+        names = [name for name, x in self.scales.items() if x.ndim == 1]
+        if not names or not target.rounds_to_fp8:
+            return self
+        vector = jnp.stack([self.scales[name] for name in names])
+        is_alone = jax.device_count() == 1 and not is_on_a_mesh()
+        tokens = _with_room(_PARTS if is_alone else 1, vector)
+        scales = {**self.scales, **dict(zip(names, tokens, strict=True))}
+        rows = {name: i for i, name in enumerate(names)}
+        vector = jax.lax.stop_gradient(vector)
+        return self._replace(scales=scales, vector=vector, rows=rows)
 
 
 class ProvidedState:
@@ -299,6 +380,7 @@ class Slots:
         quantized: The uses that the state records as quantized; None if it has no
             record.
         sizes: The sizes of the parameter for the uses whose amax is taken elsewhere.
+        rows: The rows of the uses in `State.vector`.
     """
 
     parameter: str
@@ -307,6 +389,7 @@ class Slots:
     lengths: tuple[int, ...] = ()
     quantized: tuple[str, ...] | None = None
     sizes: Mapping[str, Length] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_parameter(
@@ -340,6 +423,7 @@ class Slots:
             quantized=None
             if recorded is None
             else tuple(name.use for name in recorded if name.parameter == parameter),
+            rows={n.use: source.rows[n] for n in mine if n in source.rows},
         )
 
     def measured(self, weight: Array, target: Target) -> "Slots":
@@ -358,7 +442,12 @@ class Slots:
             rows = scales.shape[:-1]  # the lengths of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
-                amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
+                fixed = jax.lax.stop_gradient(weight)
+                if rows:
+                    amax = amax_of(target, fixed, axes)[..., None]
+                else:
+                    parts = scales.size // ROLES
+                    amax = amax_in_parts(target, fixed, parts, ambient().is_repeated)
                 found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
         return dataclasses.replace(self, source=found, sizes=sizes)
@@ -412,6 +501,10 @@ class Slots:
         known = self._known(use)
         return known[0] if len(known) == 1 else _named(str(use), self.lengths)
 
+    def row(self, use: Use) -> int | None:
+        """Returns the row of a use in `State.vector`; None if it has none."""
+        return self.rows.get(self._name(use))
+
     def take(self, way: Use, recipe: AbstractRecipe) -> Array | None:
         """Returns the scales for one use; None if there is no state."""
         use = self._name(way)
@@ -456,8 +549,8 @@ class Slots:
         """All but the arrays: part of cache keys."""
         found = self.source.items() if isinstance(self.source, dict) else ()
         uses = tuple((use, x.shape, self.recipes[use]) for use, x in found)
-        sizes = tuple(self.sizes.items())
-        return self.parameter, uses, self.lengths, self.quantized, sizes
+        sizes, rows = tuple(self.sizes.items()), tuple(self.rows.items())
+        return self.parameter, uses, self.lengths, self.quantized, sizes, rows
 
     def as_operands(self, is_cut: bool) -> dict[str, Array]:
         """Copies scales for an inner program; for a scan only those it slices."""

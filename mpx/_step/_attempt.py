@@ -23,7 +23,6 @@ from .._base.jax_compat import manual_axes, stack, varying_axes
 from .._base.tree import Filled, bool_scalar, finite_by_leaf, select_tree
 from .._base.typing import BoolLike, BoolScalar, LossScalar
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
-from .._recipe_state import SlotName
 from .._settings import cast_leaf
 from ._accumulate import Accumulation, accumulated
 from ._devices import ON_ITS_OWN, accumulated_on_devices
@@ -39,7 +38,7 @@ class Outcome(NamedTuple):
         grads: The unscaled gradients, one tree for each differentiated argument.
         flags: Whether the loss, each gradient, and everything checked later are finite;
             None if unchecked.
-        amaxes: The amaxes of the recipes in the function, by slot.
+        amaxes: The amaxes of the recipes in the function, one array for each recipe.
         zeroed: Parts of the result, if the loss alone decides: whether elements of
             gradients were set to zero, and the leaves before.
     """
@@ -48,7 +47,7 @@ class Outcome(NamedTuple):
     aux: PyTree
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
-    amaxes: dict[SlotName, Array]
+    amaxes: tuple[Array, ...]
     zeroed: dict[str, PyTree] | None = None
 
 

@@ -247,6 +247,11 @@ class AbstractProduct(abc.ABC):
         Each has the shape of its primal; `shape` is that of the result.
         """
 
+    @property
+    def _is_by_rows(self) -> bool:
+        """Whether the compiler probably stores operands row by row."""
+        return False
+
     def _wants_wide_weight(self) -> bool:
         """Returns whether a rounded weight is better passed before it is rounded.
 
@@ -299,7 +304,8 @@ class AbstractProduct(abc.ABC):
     ) -> tuple[Array | None, Array | None]:
         """Returns the amax of an array and the scale to quantize it with."""
         amax, scale = amax_and_scale(
-            self.recipe, self.target, self._join(), role, x, scales
+            *(self.recipe, self.target, self._join(), role, x, scales),
+            by_rows=self._is_by_rows,
         )
         if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
             amax = jnp.zeros_like(amax)

@@ -18,6 +18,7 @@ below 2^-126 are not flushed to zero if a scale brings them into range.
 
 import dataclasses
 import functools
+import math
 from typing import TypeVar
 
 import jax.numpy as jnp
@@ -61,6 +62,29 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
     here = functools.partial(CAST.largest, axis=axes)
     branches = {target.platform: here}
     return flushed(lax.platform_dependent(x, **branches, default=exact))
+
+
+def amax_in_parts(
+    target: Target, x: Array, count: int, by_columns: bool = False
+) -> Float32[Array, " count"]:
+    """Returns maxima of parts of |x|, whose maximum is the amax.
+
+    Args:
+        target: The device.
+        x: The values.
+        count: The length of the result. Zeros fill it up.
+        by_columns: Whether parts are of columns (the last axis) and not of rows: for
+            an array that is read transposed.
+    """
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.ndim else 1
+    parts = math.gcd(columns if by_columns else rows, count)
+    if parts < 64 or not x.size:
+        return jnp.pad(amax_of(target, x)[None], (0, count - 1))
+    if by_columns:
+        amaxes = amax_of(target, x.reshape(rows, parts, -1), (0, 2))
+    else:
+        amaxes = amax_of(target, x.reshape(parts, -1, columns), (1, 2))
+    return jnp.pad(amaxes, (0, count - parts))
 
 
 def quantize_by_cast(

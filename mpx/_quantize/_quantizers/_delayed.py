@@ -20,7 +20,7 @@ from .._formats._blocks import LARGEST_SCALE, Join, as_cotangent, refuse_batchin
 from .._formats._format import Format, check_flags
 from .._formats._rounding import SMALLEST_FLOAT32, largest_magnitude
 from .._formats._target import Target
-from ._casting import amax_of
+from ._casting import amax_in_parts, amax_of
 from ._kinds import TensorQuantizer
 from ._recipes import (
     AbstractRecipe,
@@ -269,7 +269,8 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
             f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Omit them."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
-    if shape != (3,) or dtype != jnp.float32:
+    has_roles = shape is not None and len(shape) == 1 and shape[0] % 3 == 0
+    if not has_roles or dtype != jnp.float32:
         raise TypeError(
             "`scales` of a matmul must be float32[3] for `mpx.DelayedScaling`: of "
             f"input, weight and gradient; got {describe(scales)}."
@@ -283,6 +284,7 @@ def amax_and_scale(
     role: Role,
     x: Array,
     scales: Array | None,
+    by_rows: bool,
 ) -> tuple[Array | None, Array | None]:
     """Returns the amax of an array and its scale; None and None without slots.
 
@@ -295,16 +297,22 @@ def amax_and_scale(
         scales: The slots. A scale of 0, the initial one of a warm start, is replaced by
             that of the amax, or by 1 if the recipe has no warm start. It is NaN if the
             amax is non-finite.
+        by_rows: Whether the amax may be in parts, by rows, if the slots have room.
     """
     if scales is None:
         return None, None
-    amax = refuse_batching(join(amax_of(target, x)), scales)
-    given = scales[_ROLES.index(role)]
+    parts = scales.size // len(_ROLES)
+    # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
+    is_whole = parts == 1 or role is Role.WEIGHT or not by_rows
+    amax = amax_of(target, x) if is_whole else amax_in_parts(target, x, parts)
+    amax = refuse_batching(join(amax), scales)
+    given = scales[_ROLES.index(role) * parts]
     # Without a warm start no operation may wait for the amax, so that XLA can fuse
     # quantizing an array into the operations that make it.
     first, stateful = 1.0, cast(RecipeWithState, recipe)
     if stateful.warm_start:
-        first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
+        whole = largest_magnitude(amax)
+        first = stateful._scale(whole, role, jnp.where(whole < jnp.inf, 1.0, jnp.nan))
     return amax, jnp.where(given == 0, first, given)
 
 
@@ -325,4 +333,7 @@ def amax_cotangent(
     data, weight = kept
     if scales is None or data is None or weight is None or amax is None:
         return None
-    return as_cotangent(jnp.stack([data, weight, amax]), scales, summed_axes)
+    each = [data, weight, amax]
+    if (parts := scales.size // len(_ROLES)) > 1:
+        each = [jnp.broadcast_to(x, parts) for x in each]
+    return as_cotangent(jnp.stack(each).reshape(-1), scales, summed_axes)
