@@ -70,6 +70,11 @@ def is_on_a_mesh() -> bool:
     return not mesh.empty and mesh.size > 1
 
 
+def has_one_device() -> bool:
+    """Returns whether no array can be sharded, as far as is known."""
+    return jax.device_count() == 1 and not is_on_a_mesh()
+
+
 def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._base.jax_compat import is_on_a_mesh
+from .._base.jax_compat import has_one_device
 from .._base.typing import Length, Shape
 from .._quantize import (
     AbstractRecipe,
@@ -273,8 +273,7 @@ class State(NamedTuple):
         if not names or not target.rounds_to_fp8:
             return self
         vector = jnp.stack([self.scales[name] for name in names])
-        is_alone = jax.device_count() == 1 and not is_on_a_mesh()
-        tokens = _with_room(_PARTS if is_alone else 1, vector)
+        tokens = _with_room(_PARTS if has_one_device() else 1, vector)
         scales = {**self.scales, **dict(zip(names, tokens, strict=True))}
         rows = {name: i for i, name in enumerate(names)}
         vector = jax.lax.stop_gradient(vector)
