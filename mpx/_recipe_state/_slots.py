@@ -111,8 +111,13 @@ with_weight_amax.defvjp(_with_weight_amax_forward, _with_weight_amax_backward)
 
 @jax.custom_vjp
 def with_scales(token: Array, scales: Array) -> Array:
-    """Returns scales in the place of a slot's, to which the amaxes come back."""
-    return jnp.repeat(scales, token.size // ROLES)
+    """Replaces a slot's scales, but returns the amaxes to it.
+
+    Args:
+        token: The slot.
+        scales: Scales and their inverses, float32[3, 2].
+    """
+    return _slot_of(scales, token.size // ROLES)
 
 
 def _with_scales_forward(token: Array, scales: Array) -> PyTree:
@@ -147,14 +152,23 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
 _repeated.defvjp(_repeated_forward, _repeated_backward)
 
 
-# An amax takes two kernels: the first one returns some thousand maxima. Slots have room
-# for these, so the second ones of all arrays are one kernel.
+# An amax takes two kernels: the first one returns some thousand maxima. Slots have
+# room for these, so the second ones of all arrays are one kernel. The values for a role
+# begin with the scale and its inverse.
 _PARTS, _TOGETHER = 4096, 24
+
+
+def _slot_of(scales: Array, parts: int) -> Array:
+    """Returns slots with room for amaxes in parts, from float32[..., 3, 2]."""
+    room = jnp.zeros((*scales.shape[:-2], parts - 2), jnp.float32)
+    # The compiler recognizes a scalar in these, and not in a reshaped array.
+    ranges = [(scales[..., i, :], room) for i in range(ROLES)]
+    return jnp.concatenate(sum(ranges, ()), axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_room(parts: int, scales: Array) -> tuple[Array, ...]:
-    return tuple(jnp.repeat(x, parts) for x in scales)
+    return tuple(_slot_of(scales, parts))
 
 
 def _with_room_forward(parts: int, scales: Array) -> PyTree:
@@ -166,7 +180,8 @@ def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTre
     for i in range(0, len(amaxes), _TOGETHER):
         several = jax.lax.optimization_barrier(jnp.stack(amaxes[i : i + _TOGETHER]))
         found.append(largest_magnitude(several.reshape(-1, ROLES, parts), (2,)))
-    return (jnp.concatenate(found),)
+    amaxes = jnp.concatenate(found)
+    return (jnp.stack([amaxes, jnp.zeros_like(amaxes)], axis=-1),)
 
 
 _with_room.defvjp(_with_room_forward, _with_room_backward)
@@ -252,7 +267,7 @@ class State(NamedTuple):
         shapes: The shapes of the weights that it was made for, by path.
         quantized: The only uses of weights that a recipe quantizes; None in a training
             step, which decides on them itself.
-        vector: The scales of slots that no scan slices, in one array, if they are.
+        vector: Scales and inverses of slots that no scan slices, if in one array.
         rows: The row of each of these slots.
     """
 
@@ -272,11 +287,13 @@ class State(NamedTuple):
         names = [name for name, x in self.scales.items() if x.ndim == 1]
         if not names or not target.rounds_to_fp8:
             return self
-        vector = jnp.stack([self.scales[name] for name in names])
-        tokens = _with_room(_PARTS if has_one_device() else 1, vector)
+        scale = jnp.stack([self.scales[name] for name in names])
+        inverse = jax.lax.stop_gradient(1 / jnp.where(scale == 0, 1, scale))
+        vector = jnp.stack([scale, inverse], axis=-1)
+        tokens = _with_room(_PARTS if has_one_device() else 2, vector)
         scales = {**self.scales, **dict(zip(names, tokens, strict=True))}
         rows = {name: i for i, name in enumerate(names)}
-        vector = jax.lax.stop_gradient(vector)
+        vector = jax.lax.optimization_barrier(jax.lax.stop_gradient(vector))
         return self._replace(scales=scales, vector=vector, rows=rows)
 
 

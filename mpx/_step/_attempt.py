@@ -9,6 +9,7 @@ for the check, and again by the optimizer.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -218,23 +219,35 @@ def finite_flags(
         check = functools.partial(_is_within, limits=limits)
         if any(grad.dtype == np.float16 for grad in leaves):
             rest = scale >= 2.0**-111
-    flags = [
-        jax.vmap(check)(grad.reshape(_ROWS, -1))
-        if joins and grad.size % _ROWS == 0 and grad.size >= 2**17
-        else check(grad)
-        for grad in leaves
-    ]
+    flags = _joined(
+        [_by_rows(check, x) for x in leaves] if joins else map(check, leaves)
+    )
+    return agreed(stack([is_finite, *flags, rest]))
+
+
+# On a GPU the check of an array takes a kernel, of a large one two. The last ones of up
+# to 64 arrays, over the results for up to 4096 rows of each, are one kernel.
+_ROWS, _TOGETHER = 4096, 64
+
+
+def _by_rows(check: Callable[[Array], BoolScalar], x: Array) -> Bool[Array, "..."]:
+    """Checks the rows of an array; all of it if the compiler may store it otherwise."""
+    rows = x.size if x.size <= _ROWS else math.gcd(x.size, _ROWS)
+    if rows < 64 or x.ndim > 3:
+        return check(x)
+    flags = jax.vmap(check)(x.reshape(rows, -1))
+    return jnp.pad(flags, (0, _ROWS - rows), constant_values=True)
+
+
+def _joined(flags: Iterable[Array]) -> list[BoolScalar]:
+    """Joins the flags of rows, for all arrays at once."""
+    flags = list(flags)
     rows = [i for i, x in enumerate(flags) if x.ndim]
     for some in (rows[i : i + _TOGETHER] for i in range(0, len(rows), _TOGETHER)):
         stacked = jax.lax.optimization_barrier(jnp.stack([flags[i] for i in some]))
         for i, flag in zip(some, jax.lax.reduce_and(stacked, axes=(1,)), strict=True):
             flags[i] = flag
-    return agreed(stack([is_finite, *flags, rest]))
-
-
-# On a GPU the check of a large array takes two kernels. The second ones of up to 64
-# arrays, over the results for 4096 rows of each, are one kernel.
-_ROWS, _TOGETHER = 4096, 64
+    return flags
 
 
 def _joins(problem: Problem) -> bool:

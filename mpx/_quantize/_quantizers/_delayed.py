@@ -7,7 +7,7 @@ has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Protocol, TypeAlias, cast
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -277,6 +277,20 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
         )
 
 
+class Scale(NamedTuple):
+    """A scale, and its inverse if that is known."""
+
+    value: Array
+    inverse: Array | None
+
+
+def kept_slots(scales: Array | None) -> Array | None:
+    """Returns slots without the room for amaxes."""
+    if scales is None:
+        return None
+    return scales.reshape(len(_ROLES), -1)[:, :2].reshape(-1)
+
+
 def amax_and_scale(
     recipe: AbstractRecipe,
     target: Target,
@@ -284,8 +298,8 @@ def amax_and_scale(
     role: Role,
     x: Array,
     scales: Array | None,
-    by_rows: bool,
-) -> tuple[Array | None, Array | None]:
+    parts: int,
+) -> tuple[Array | None, Scale | None]:
     """Returns the amax of an array and its scale; None and None without slots.
 
     Args:
@@ -297,29 +311,32 @@ def amax_and_scale(
         scales: The slots. A scale of 0, the initial one of a warm start, is replaced by
             that of the amax, or by 1 if the recipe has no warm start. It is NaN if the
             amax is non-finite.
-        by_rows: Whether the amax may be in parts, by rows, if the slots have room.
+        parts: The number of parts of the amax.
     """
     if scales is None:
         return None, None
-    parts = scales.size // len(_ROLES)
-    # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
-    is_whole = parts == 1 or role is Role.WEIGHT or not by_rows
-    amax = amax_of(target, x) if is_whole else amax_in_parts(target, x, parts)
+    amax = amax_of(target, x) if parts == 1 else amax_in_parts(target, x, parts)
     amax = refuse_batching(join(amax), scales)
-    given = scales[_ROLES.index(role) * parts]
+    place, room = _ROLES.index(role), scales.size // len(_ROLES)
+    given = scales[place * room]
     # Without a warm start no operation may wait for the amax, so that XLA can fuse
     # quantizing an array into the operations that make it.
     first, stateful = 1.0, cast(RecipeWithState, recipe)
     if stateful.warm_start:
         whole = largest_magnitude(amax)
         first = stateful._scale(whole, role, jnp.where(whole < jnp.inf, 1.0, jnp.nan))
-    return amax, jnp.where(given == 0, first, given)
+    scale = jnp.where(given == 0, first, given)
+    if room == 1:
+        return amax, Scale(scale, None)
+    inverse = jnp.where(given == 0, 1 / first, scales[place * room + 1])
+    return amax, Scale(scale, inverse)
 
 
 def amax_cotangent(
     kept: tuple[Array | None, Array | None],
     amax: Array | None,
     scales: Array | None,
+    room: int,
     summed_axes: tuple[str, ...],
 ) -> Array | None:
     """Returns the cotangent of the slots, for a backward rule.
@@ -327,13 +344,14 @@ def amax_cotangent(
     Args:
         kept: The amaxes of input and weight, from the forward pass.
         amax: The amax of the gradient.
-        scales: The slots.
+        scales: The slots, as `kept_slots` returns them.
+        room: The size of a slot for each role.
         summed_axes: See `as_cotangent`.
     """
     data, weight = kept
     if scales is None or data is None or weight is None or amax is None:
         return None
     each = [data, weight, amax]
-    if (parts := scales.size // len(_ROLES)) > 1:
-        each = [jnp.broadcast_to(x, parts) for x in each]
+    if room > 1:
+        each = [jnp.broadcast_to(x, room) for x in each]
     return as_cotangent(jnp.stack(each).reshape(-1), scales, summed_axes)
