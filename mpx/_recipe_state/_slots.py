@@ -155,7 +155,7 @@ _repeated.defvjp(_repeated_forward, _repeated_backward)
 # An amax takes two kernels: the first one returns some thousand maxima. Slots have
 # room for these, so the second ones of all arrays are one kernel. The values for a role
 # begin with the scale and its inverse.
-_PARTS, _TOGETHER = 4096, 24
+_PARTS, _TOGETHER = 8192, 24
 
 
 def _slot_of(scales: Array, parts: int) -> Array:

@@ -64,6 +64,11 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
     return flushed(lax.platform_dependent(x, **branches, default=exact))
 
 
+# So many parts at least, for GPUs with as many units; and the longest part of which XLA
+# takes the maximum in one kernel (jax 0.10.2, November 2026).
+_PARTS, _LONGEST = 1024, 16384
+
+
 def amax_in_parts(
     target: Target, x: Array, count: int, by_columns: bool = False
 ) -> Float32[Array, " count"]:
@@ -74,16 +79,18 @@ def amax_in_parts(
         x: The values.
         count: The length of the result. Zeros fill it up.
         by_columns: Whether parts are of columns (the last axis) and not of rows: for
-            an array that is read transposed.
+            a matrix that is read transposed.
     """
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1] if x.ndim else 1
-    parts = math.gcd(columns if by_columns else rows, count)
-    if parts < 64 or not x.size:
+    columns = x.shape[-1] if by_columns else x.size
+    parts = columns if columns <= count else math.gcd(columns, count)
+    while parts > _PARTS and parts % 2 == 0 and 2 * x.size <= _LONGEST * parts:
+        parts //= 2
+    if parts < 64:
         return jnp.pad(amax_of(target, x)[None], (0, count - 1))
     if by_columns:
-        amaxes = amax_of(target, x.reshape(rows, parts, -1), (0, 2))
+        amaxes = amax_of(target, x.reshape(-1, parts, columns // parts), (0, 2))
     else:
-        amaxes = amax_of(target, x.reshape(parts, -1, columns), (1, 2))
+        amaxes = amax_of(target, x.reshape(parts, -1), (1,))
     return jnp.pad(amaxes, (0, count - parts))
 
 
