@@ -31,6 +31,7 @@ from .._quantize import (
     Target,
     amax_in_parts,
     amax_of,
+    flushed,
     largest_magnitude,
 )
 from .._settings import ambient, with_ambient
@@ -180,7 +181,7 @@ def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTre
     for i in range(0, len(amaxes), _TOGETHER):
         several = jax.lax.optimization_barrier(jnp.stack(amaxes[i : i + _TOGETHER]))
         found.append(largest_magnitude(several.reshape(-1, ROLES, parts), (2,)))
-    amaxes = jnp.concatenate(found)
+    amaxes = flushed(jnp.concatenate(found))
     return (jnp.stack([amaxes, jnp.zeros_like(amaxes)], axis=-1),)
 
 

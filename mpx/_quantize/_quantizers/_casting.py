@@ -55,13 +55,17 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
         x: The values; those subnormal in float32 count as zero.
         axes: The axes to reduce; all if omitted.
     """
+    return flushed(_largest(target, x, axes))
+
+
+def _largest(target: Target, x: Array, axes: Axes | None = None) -> Array:
     x = x.astype(jnp.float32)
     exact = functools.partial(arithmetic_of(target).largest, axis=axes)
     if not target.rounds_to_fp8:
-        return flushed(exact(x))
+        return exact(x)
     here = functools.partial(CAST.largest, axis=axes)
     branches = {target.platform: here}
-    return flushed(lax.platform_dependent(x, **branches, default=exact))
+    return lax.platform_dependent(x, **branches, default=exact)
 
 
 # So many parts at least, for GPUs with as many units; and the longest part of which XLA
@@ -72,7 +76,7 @@ _PARTS, _LONGEST = 1024, 16384
 def amax_in_parts(
     target: Target, x: Array, count: int, by_columns: bool = False
 ) -> Float32[Array, " count"]:
-    """Returns maxima of parts of |x|, whose maximum is the amax.
+    """Returns maxima of parts of |x|, whose maximum, flushed, is the amax.
 
     Args:
         target: The device.
@@ -88,10 +92,11 @@ def amax_in_parts(
     if parts < 64:
         return jnp.pad(amax_of(target, x)[None], (0, count - 1))
     if by_columns:
-        amaxes = amax_of(target, x.reshape(-1, parts, columns // parts), (0, 2))
+        amaxes = _largest(target, x.reshape(-1, parts, columns // parts), (0, 2))
     else:
-        amaxes = amax_of(target, x.reshape(parts, -1), (1,))
-    return jnp.pad(amaxes, (0, count - parts))
+        amaxes = _largest(target, x.reshape(parts, -1), (1,))
+    # Without a barrier XLA may reduce the whole array only where amaxes are joined.
+    return jnp.pad(lax.optimization_barrier(amaxes), (0, count - parts))
 
 
 def quantize_by_cast(
@@ -148,7 +153,9 @@ class _Cast(Arithmetic):
     """Arithmetic of a device that casts correctly: no masks, some barriers."""
 
     def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
-        return jnp.max(jnp.abs(x), axis=axis, initial=0)
+        # An initial value is compared with after the kernel that reduces the array.
+        initial = 0 if 0 in x.shape else None
+        return jnp.max(jnp.abs(x), axis=axis, initial=initial)
 
     def largest_finite(self, x: Array) -> Array:
         return self.largest(x)

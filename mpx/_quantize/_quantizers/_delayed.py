@@ -323,7 +323,7 @@ def amax_and_scale(
     # quantizing an array into the operations that make it.
     first, stateful = 1.0, cast(RecipeWithState, recipe)
     if stateful.warm_start:
-        whole = largest_magnitude(amax)
+        whole = largest_magnitude(amax) if amax.ndim else amax
         first = stateful._scale(whole, role, jnp.where(whole < jnp.inf, 1.0, jnp.nan))
     scale = jnp.where(given == 0, first, given)
     if room == 1:
