@@ -81,9 +81,10 @@ def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
 
 
 def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    begin, end = _range_of(_INPUT, amaxes)
-    place = jnp.arange(amaxes.size)
-    return amaxes, jnp.where((place >= begin) & (place < end), amaxes, 0)
+    is_input = jnp.arange(ROLES) == _INPUT
+    if (room := amaxes.size // ROLES) > 1:
+        is_input = jnp.repeat(is_input, room)
+    return amaxes, jnp.where(is_input, amaxes, 0)
 
 
 with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)

@@ -286,8 +286,8 @@ class Scale(NamedTuple):
 
 def kept_slots(scales: Array | None) -> Array | None:
     """Returns slots without the room for amaxes."""
-    if scales is None:
-        return None
+    if scales is None or scales.size == len(_ROLES):
+        return scales
     return scales.reshape(len(_ROLES), -1)[:, :2].reshape(-1)
 
 
@@ -352,6 +352,8 @@ def amax_cotangent(
     if scales is None or data is None or weight is None or amax is None:
         return None
     each = [data, weight, amax]
-    if room > 1:
-        each = [jnp.broadcast_to(x, room) for x in each]
-    return as_cotangent(jnp.stack(each).reshape(-1), scales, summed_axes)
+    if room == 1:
+        amaxes = jnp.stack(each)
+    else:
+        amaxes = jnp.concatenate([jnp.broadcast_to(x, room) for x in each])
+    return as_cotangent(amaxes, scales, summed_axes)
