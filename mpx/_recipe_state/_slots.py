@@ -461,10 +461,10 @@ class Slots:
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 fixed = jax.lax.stop_gradient(weight)
-                if rows:
+                parts = scales.shape[-1] // ROLES
+                if rows or parts == 1:
                     amax = amax_of(target, fixed, axes)[..., None]
                 else:
-                    parts = scales.size // ROLES
                     amax = amax_in_parts(target, fixed, parts, ambient().is_repeated)
                 found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
