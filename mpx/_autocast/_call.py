@@ -32,6 +32,7 @@ from .._recipe_state import (
     StepAsked,
     StepValues,
     asked_for_step,
+    in_one_array,
     is_random,
     known_scale,
     with_step,
@@ -115,7 +116,7 @@ def call_autocast(call: Invocation) -> PyTree:
     func, args, kwargs = given
     source = None if around.source is None else around.source.take()
     if isinstance(source, State):
-        source = source.in_one_array(settings.device)
+        source = in_one_array(source, settings.device)
     value = functools.partial(_input, call.weights, source, payloads)
 
     def run_of(spares_final: bool, known: StepValues, jaxpr: Jaxpr) -> Run:

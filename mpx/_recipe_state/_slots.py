@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._base.jax_compat import has_one_device
 from .._base.typing import Length, Shape
 from .._quantize import (
     AbstractRecipe,
@@ -31,7 +30,6 @@ from .._quantize import (
     Target,
     amax_in_parts,
     amax_of,
-    flushed,
     largest_magnitude,
 )
 from .._settings import ambient, with_ambient
@@ -111,28 +109,6 @@ def _with_weight_amax_backward(amax: Array, amaxes: Array) -> PyTree:
 with_weight_amax.defvjp(_with_weight_amax_forward, _with_weight_amax_backward)
 
 
-@jax.custom_vjp
-def with_scales(token: Array, scales: Array) -> Array:
-    """Replaces a slot's scales, but returns the amaxes to it.
-
-    Args:
-        token: The slot.
-        scales: Scales and their inverses, float32[3, 2].
-    """
-    return _slot_of(scales, token.size // ROLES)
-
-
-def _with_scales_forward(token: Array, scales: Array) -> PyTree:
-    return with_scales(token, scales), None
-
-
-def _with_scales_backward(_: None, amaxes: Array) -> PyTree:
-    return amaxes, None
-
-
-with_scales.defvjp(_with_scales_forward, _with_scales_backward)
-
-
 def repeated(x: Array, length: int) -> Array:
     """Repeats scales for each iteration of a loop; the amaxes' maximum comes back."""
     return _repeated(length, x)
@@ -152,41 +128,6 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
 
 
 _repeated.defvjp(_repeated_forward, _repeated_backward)
-
-
-# An amax takes two kernels: the first one returns some thousand maxima. Slots have
-# room for these, so the second ones of all arrays are one kernel. The values for a role
-# begin with the scale and its inverse.
-_PARTS, _TOGETHER = 8192, 24
-
-
-def _slot_of(scales: Array, parts: int) -> Array:
-    """Returns slots with room for amaxes in parts, from float32[..., 3, 2]."""
-    room = jnp.zeros((*scales.shape[:-2], parts - 2), jnp.float32)
-    # The compiler recognizes a scalar in these, and not in a reshaped array.
-    ranges = [(scales[..., i, :], room) for i in range(ROLES)]
-    return jnp.concatenate(sum(ranges, ()), axis=-1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_room(parts: int, scales: Array) -> tuple[Array, ...]:
-    return tuple(_slot_of(scales, parts))
-
-
-def _with_room_forward(parts: int, scales: Array) -> PyTree:
-    return _with_room(parts, scales), None
-
-
-def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTree:
-    found = []
-    for i in range(0, len(amaxes), _TOGETHER):
-        several = jax.lax.optimization_barrier(jnp.stack(amaxes[i : i + _TOGETHER]))
-        found.append(largest_magnitude(several.reshape(-1, ROLES, parts), (2,)))
-    amaxes = flushed(jnp.concatenate(found))
-    return (jnp.stack([amaxes, jnp.zeros_like(amaxes)], axis=-1),)
-
-
-_with_room.defvjp(_with_room_forward, _with_room_backward)
 
 
 def _range_of(role: int, x: Array) -> tuple[int, int]:
@@ -279,24 +220,6 @@ class State(NamedTuple):
     quantized: Sequence[SlotName] | None = None
     vector: Array | None = None
     rows: Mapping[SlotName, int] = MappingProxyType({})
-
-    def in_one_array(self, target: Target) -> "State":
-        """Returns the same state for a GPU, which runs a kernel for each scalar.
-
-        All that is computed from one array becomes one kernel. With several devices
-        amaxes are not in parts: an array may be sharded along any axis.
-        """
-        names = [name for name, x in self.scales.items() if x.ndim == 1]
-        if not names or not target.rounds_to_fp8:
-            return self
-        scale = jnp.stack([self.scales[name] for name in names])
-        inverse = jax.lax.stop_gradient(1 / jnp.where(scale == 0, 1, scale))
-        vector = jnp.stack([scale, inverse], axis=-1)
-        tokens = _with_room(_PARTS if has_one_device() else 2, vector)
-        scales = {**self.scales, **dict(zip(names, tokens, strict=True))}
-        rows = {name: i for i, name in enumerate(names)}
-        vector = jax.lax.optimization_barrier(jax.lax.stop_gradient(vector))
-        return self._replace(scales=scales, vector=vector, rows=rows)
 
 
 class ProvidedState:

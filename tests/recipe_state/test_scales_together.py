@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import mpx
+from mpx._autocast import _call
 from mpx._quantize import amax_in_parts, flushed, largest_magnitude, read_target
-from mpx._recipe_state import _slots
+from mpx._recipe_state import _operands
 from mpx._step._attempt import finite_flags
 
 H100 = read_target("h100", "`target`")
@@ -76,7 +77,7 @@ def trained(layer, x=X, steps=4, is_warm=False, **options):
 @pytest.fixture
 def one_device(monkeypatch):
     """As if the process had one device; the tests have eight."""
-    monkeypatch.setattr(_slots, "has_one_device", lambda: True)
+    monkeypatch.setattr(_operands, "has_one_device", lambda: True)
 
 
 @pytest.fixture(params=[everything, attention, computed, recomputed])
@@ -90,7 +91,7 @@ def test_the_form_changes_no_bit(layer, options, request, monkeypatch):
         pytest.skip("one program with everything is enough")
     request.getfixturevalue("one_device")
     found = jax.tree.leaves(trained(layer, **options))
-    monkeypatch.setattr(_slots.State, "in_one_array", lambda self, target: self)
+    monkeypatch.setattr(_call, "in_one_array", lambda state, target: state)
     for one, other in zip(
         found, jax.tree.leaves(trained(layer, **options)), strict=True
     ):

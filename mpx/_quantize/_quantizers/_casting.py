@@ -19,7 +19,7 @@ below 2^-126 are not flushed to zero if a scale brings them into range.
 import dataclasses
 import functools
 import math
-from typing import TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +34,6 @@ from .._formats._rounding import Key, flushed, round_finite, to_integers
 from .._formats._target import Target
 from ._array import QuantizedArray
 from ._kinds import AbstractQuantizer, Asked, NVFP4Quantizer
-
-Copy = TypeVar("Copy")
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
@@ -122,7 +120,7 @@ def quantize_by_cast(
     return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
 
 
-def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
+def beside_amax(target: Target, copy: Any, amax: Array | None) -> Any:
     """Makes one kernel both cast an array to FP8 and take its amax.
 
     FP8 matmuls on Hopper need the contracted axis of both operands last, so one of the
