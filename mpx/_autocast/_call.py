@@ -116,7 +116,7 @@ def call_autocast(call: Invocation) -> PyTree:
     func, args, kwargs = given
     source = None if around.source is None else around.source.take()
     if isinstance(source, State):
-        source = in_one_array(source, settings.device)
+        source = in_one_array(source, settings.device, given)
     value = functools.partial(_input, call.weights, source, payloads)
 
     def run_of(spares_final: bool, known: StepValues, jaxpr: Jaxpr) -> Run:

@@ -137,11 +137,16 @@ def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTre
 _with_room.defvjp(_with_room_forward, _with_room_backward)
 
 
-def in_one_array(state: State, target: Target) -> State:
+def in_one_array(state: State, target: Target, given: PyTree) -> State:
     """Returns the same state for a GPU, which runs a kernel for each scalar.
 
     All that is computed from one array becomes one kernel. With several devices
     amaxes are not in parts: an array may be sharded along any axis.
+
+    Args:
+        state: The state.
+        target: The device.
+        given: The function's arguments, whose types say whether there are several.
     """
     names = [name for name, x in state.scales.items() if x.ndim == 1]
     if not names or not target.rounds_to_fp8:
@@ -149,7 +154,7 @@ def in_one_array(state: State, target: Target) -> State:
     scale = jnp.stack([state.scales[name] for name in names])
     inverse = jax.lax.stop_gradient(1 / jnp.where(scale == 0, 1, scale))
     vector = jnp.stack([scale, inverse], axis=-1)
-    slots: PyTree = _with_room(_PARTS if has_one_device() else 2, vector)
+    slots: PyTree = _with_room(_PARTS if has_one_device(given) else 2, vector)
     scales = {**state.scales, **dict(zip(names, slots, strict=True))}
     rows = {name: i for i, name in enumerate(names)}
     vector = jax.lax.optimization_barrier(jax.lax.stop_gradient(vector))

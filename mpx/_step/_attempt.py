@@ -80,14 +80,14 @@ def attempt(
         loss, aux, grads, amaxes = found
         if not is_checked:
             return Outcome(loss, aux, grads, None, amaxes)
-        flags = finite_flags(NoLossScaling(), loss, grads, _joins(problem))
+        flags = finite_flags(NoLossScaling(), loss, grads, _joins(problem, args))
         return Outcome(loss, aux, grads, flags, amaxes)
     found = scaled_value_and_grad(problem, scaling, args, kwargs)
     grads = as_weights(problem, found.grads, args)
     if not is_checked:
         unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
-    flags = finite_flags(scaling, found.loss, found.grads, _joins(problem))
+    flags = finite_flags(scaling, found.loss, found.grads, _joins(problem, args))
     unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
 
@@ -250,10 +250,10 @@ def _joined(flags: Iterable[Array]) -> list[BoolScalar]:
     return flags
 
 
-def _joins(problem: Problem) -> bool:
+def _joins(problem: Problem, args: PyTree) -> bool:
     settings = settings_of(problem.func)
     target = target_from(None) if settings is None else settings.device
-    return target.platform == "cuda" and has_one_device()
+    return target.platform == "cuda" and has_one_device(args)
 
 
 def _is_finite(grad: Array) -> BoolScalar:

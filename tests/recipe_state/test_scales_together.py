@@ -77,7 +77,7 @@ def trained(layer, x=X, steps=4, is_warm=False, **options):
 @pytest.fixture
 def one_device(monkeypatch):
     """As if the process had one device; the tests have eight."""
-    monkeypatch.setattr(_operands, "has_one_device", lambda: True)
+    monkeypatch.setattr(_operands, "has_one_device", lambda given: True)
 
 
 @pytest.fixture(params=[everything, attention, computed, recomputed])
@@ -91,7 +91,7 @@ def test_the_form_changes_no_bit(layer, options, request, monkeypatch):
         pytest.skip("one program with everything is enough")
     request.getfixturevalue("one_device")
     found = jax.tree.leaves(trained(layer, **options))
-    monkeypatch.setattr(_call, "in_one_array", lambda state, target: state)
+    monkeypatch.setattr(_call, "in_one_array", lambda state, *_: state)
     for one, other in zip(
         found, jax.tree.leaves(trained(layer, **options)), strict=True
     ):

@@ -312,9 +312,10 @@ class AbstractProduct(abc.ABC):
     ) -> tuple[Array | None, Scale | None]:
         """Returns the amax of an array and the scale to quantize it with."""
         # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
-        is_whole = role is Role.WEIGHT or room == 2 or not self._is_by_rows
+        is_whole = role is Role.WEIGHT or bool(self.manual_axes) or room == 2
         # The length of an axis may be a symbol.
-        parts = 1 if is_whole or not isinstance(x.size, int) else room
+        is_whole |= not self._is_by_rows or not isinstance(x.size, int)
+        parts = 1 if is_whole else room
         amax, scale = amax_and_scale(
             self.recipe, self.target, self._join(), role, x, scales, parts
         )
