@@ -29,9 +29,11 @@ from .._program import Call, named_like
 from .._quantize import HalfCopy
 from .._recipe_state import (
     NOTHING_KNOWN,
+    State,
     StepAsked,
     StepValues,
     asked_for_step,
+    in_one_array,
     is_random,
     known_scale,
     with_step,
@@ -114,6 +116,8 @@ def call_autocast(call: Invocation) -> PyTree:
         return _call_with_objects(call, *given)
     func, args, kwargs = given
     source = None if around.source is None else around.source.take()
+    if isinstance(source, State):
+        source = in_one_array(source, settings.device, given)
     value = functools.partial(_input, call.weights, source, payloads)
 
     def run_of(spares_final: bool, known: StepValues, jaxpr: Jaxpr) -> Run:
@@ -124,6 +128,7 @@ def call_autocast(call: Invocation) -> PyTree:
         uses = Uses.of(settings, recipes, has_slots)
         run = Run(settings, _REWRITES, uses, call.programs, spares_final)
         run.scale = known.scale
+        run.scales = source.vector if isinstance(source, State) else None
         if recipes and is_random(recipes):
             run.step = asked_for_step() if known.number is None else known.number
         return run

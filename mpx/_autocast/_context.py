@@ -509,6 +509,7 @@ class Run:
         step: The number of the training step, an array, in the program that is being
             emitted; None if it is unknown, or no rounding needs it.
         scale: The loss scale, an array, likewise; None if no rule needs it.
+        scales: The scales of recipes in one array, if they are.
         demands: The demands of analysed programs, by their keys.
         islands: Emitted islands, by their keys.
         used: The usage so far.
@@ -524,6 +525,7 @@ class Run:
     traced: tuple[weakref.ref[AnyArray], ...] = ()
     step: AnyArray | None = None
     scale: AnyArray | None = None
+    scales: AnyArray | None = None
     demands: dict[Any, Any] = dataclasses.field(default_factory=dict)
     islands: dict[Any, Any] = dataclasses.field(default_factory=dict)
     used: Usage = Usage()
@@ -532,12 +534,12 @@ class Run:
     @contextlib.contextmanager
     def at_step(self, known: StepValues) -> Iterator[None]:
         """Sets the step's values for an inner program, which has arrays of its own."""
-        outside = self.step, self.scale
-        self.step, self.scale = known
+        outside = self.step, self.scale, self.scales
+        self.step, self.scale, self.scales = known
         try:
             yield
         finally:
-            self.step, self.scale = outside
+            self.step, self.scale, self.scales = outside
 
     def note(self, used: Usage) -> None:
         """Records the usage of this program, or of one that is emitted again."""

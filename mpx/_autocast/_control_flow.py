@@ -163,7 +163,8 @@ def _state_for(
     scale = case.run.scale
     if scale is not None and not any(map(_holds_rules, programs)):
         scale = None
-    step = StepValues(number, scale)
+    has_rows = is_ours and any(v.slots and v.slots.rows for v in operands)
+    step = StepValues(number, scale, case.run.scales if has_rows else None)
     stored = [v.stored for v in operands] if is_ours and reads_stored else ()
     return StateOperands([v.slots for v in operands], stored=stored, step=step)
 

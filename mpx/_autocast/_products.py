@@ -44,6 +44,7 @@ from .._recipe_state import (
     is_collecting_requests,
     shared,
     with_input_scale,
+    with_scales,
 )
 from .._settings import ambient
 from .._wire import dtype_of_sums
@@ -354,7 +355,8 @@ def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: Use) -> AnyA
     found = weight.slots.take(use, recipe)
     if found is None:
         raise MissingScales(type(recipe).__name__, case.where)
-    return found
+    row, scales = weight.slots.row(use), case.run.scales
+    return found if row is None or scales is None else with_scales(found, scales[row])
 
 
 def _is_measured(weight: Value, use: Use) -> bool:

@@ -70,6 +70,13 @@ def is_on_a_mesh() -> bool:
     return not mesh.empty and mesh.size > 1
 
 
+def has_one_device(*trees: object) -> bool:
+    """Returns whether no array can be sharded, as far as types of arguments say it."""
+    if jax.device_count() > 1 or is_on_a_mesh():
+        return False
+    return not any(map(spans_devices, jax.tree.leaves(trees)))
+
+
 def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 

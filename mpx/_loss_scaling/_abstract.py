@@ -286,7 +286,11 @@ class AbstractLossScaling(eqx.Module):
         """Gives functions called inside the scales, without learning from the call."""
         return contextlib.nullcontext()
 
-    def _observe(self, amaxes: Mapping[Any, Array]) -> Self:
+    def _gathered(self, amaxes: Mapping[Any, Array]) -> tuple[Array, ...]:
+        """Returns the amaxes of a derivative as one array for each recipe."""
+        return ()
+
+    def _observe(self, amaxes: tuple[Array, ...]) -> Self:
         """Returns the state with the amaxes of the step."""
         return self
 

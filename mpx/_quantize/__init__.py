@@ -52,7 +52,7 @@ from ._products._operands import has_blocks, rounds_stochastically
 from ._products._paths import formats_of, path_of
 from ._products._product import AbstractProduct, PrequantizedWeight, quantized_product
 from ._quantizers._array import HalfCopy, QuantizedArray, Stored
-from ._quantizers._casting import amax_of
+from ._quantizers._casting import amax_in_parts, amax_of
 from ._quantizers._delayed import DelayedScaling, DelayedScalingState
 from ._quantizers._kinds import (
     AbstractKernel,

@@ -12,9 +12,11 @@ from ._operands import (
     StepValues,
     asked_for_step,
     at_step,
+    in_one_array,
     is_random,
     known_scale,
     missing_from,
+    with_scales,
     with_step,
 )
 from ._slots import (

@@ -6,16 +6,26 @@ autocast functions, and `MissingScales` is the error where no state is provided.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
+from .._base.jax_compat import has_one_device
 from .._loss_scaling import AbstractLossScaling
-from .._quantize import AbstractRecipe, Stored, rounds_stochastically
+from .._quantize import (
+    AbstractRecipe,
+    Stored,
+    Target,
+    flushed,
+    largest_magnitude,
+    rounds_stochastically,
+)
 from .._settings import ambient, with_ambient
-from ._slots import Slots
+from ._slots import ROLES, Slots, State
 
 
 class StepValues(NamedTuple):
@@ -24,10 +34,12 @@ class StepValues(NamedTuple):
     Attributes:
         number: The number of the step; None if the program needs none.
         scale: The loss scale; None if the program needs none.
+        scales: The scales of recipes in one array; see `in_one_array`.
     """
 
     number: Array | None = None
     scale: Array | None = None
+    scales: Array | None = None
 
 
 NOTHING_KNOWN = StepValues()
@@ -86,6 +98,89 @@ class StateOperands:
                 for x, payload in zip(self._stored, given, strict=True)
             ]
         return slots, given, step
+
+
+# --- Scales in one array, and room for the parts of amaxes ----------------------------
+#
+# An amax takes two kernels: the first one returns some thousand maxima. Slots have
+# room for these, so the second ones of all arrays are one kernel. The values for a role
+# begin with the scale and its inverse.
+_PARTS, _TOGETHER = 8192, 24
+
+
+def _slot_of(scales: Array, parts: int) -> Array:
+    """Returns slots with room for amaxes in parts, from float32[..., 3, 2]."""
+    room = jnp.zeros((*scales.shape[:-2], parts - 2), jnp.float32)
+    # The compiler recognizes a scalar in these, and not in a reshaped array.
+    ranges = [(scales[..., i, :], room) for i in range(ROLES)]
+    return jnp.concatenate(sum(ranges, ()), axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_room(parts: int, scales: Array) -> tuple[Array, ...]:
+    return tuple(_slot_of(scales, parts))
+
+
+def _with_room_forward(parts: int, scales: Array) -> PyTree:
+    return _with_room(parts, scales), None
+
+
+def _with_room_backward(parts: int, _: None, amaxes: tuple[Array, ...]) -> PyTree:
+    found = []
+    for i in range(0, len(amaxes), _TOGETHER):
+        several = jax.lax.optimization_barrier(jnp.stack(amaxes[i : i + _TOGETHER]))
+        found.append(largest_magnitude(several.reshape(-1, ROLES, parts), (2,)))
+    whole = flushed(jnp.concatenate(found))
+    return (jnp.stack([whole, jnp.zeros_like(whole)], axis=-1),)
+
+
+_with_room.defvjp(_with_room_forward, _with_room_backward)
+
+
+def in_one_array(state: State, target: Target, given: PyTree) -> State:
+    """Returns the same state for a GPU, which runs a kernel for each scalar.
+
+    All that is computed from one array becomes one kernel. With several devices
+    amaxes are not in parts: an array may be sharded along any axis.
+
+    Args:
+        state: The state.
+        target: The device.
+        given: The function's arguments, whose types say whether there are several.
+    """
+    names = [name for name, x in state.scales.items() if x.ndim == 1]
+    if not names or not target.rounds_to_fp8:
+        return state
+    scale = jnp.stack([state.scales[name] for name in names])
+    inverse = jax.lax.stop_gradient(1 / jnp.where(scale == 0, 1, scale))
+    vector = jnp.stack([scale, inverse], axis=-1)
+    slots: PyTree = _with_room(_PARTS if has_one_device(given) else 2, vector)
+    scales = {**state.scales, **dict(zip(names, slots, strict=True))}
+    rows = {name: i for i, name in enumerate(names)}
+    vector = jax.lax.optimization_barrier(jax.lax.stop_gradient(vector))
+    return state._replace(scales=scales, vector=vector, rows=rows)
+
+
+@jax.custom_vjp
+def with_scales(token: Array, scales: Array) -> Array:
+    """Replaces a slot's scales, but returns the amaxes to it.
+
+    Args:
+        token: The slot.
+        scales: Scales and their inverses, float32[3, 2].
+    """
+    return _slot_of(scales, token.size // ROLES)
+
+
+def _with_scales_forward(token: Array, scales: Array) -> PyTree:
+    return with_scales(token, scales), None
+
+
+def _with_scales_backward(_: None, amaxes: Array) -> PyTree:
+    return amaxes, None
+
+
+with_scales.defvjp(_with_scales_forward, _with_scales_backward)
 
 
 # --- Values of the training step ------------------------------------------------------

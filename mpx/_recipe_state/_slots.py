@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._base.typing import Length, Shape
-from .._quantize import AbstractRecipe, Role, Target, amax_of, largest_magnitude
+from .._quantize import (
+    AbstractRecipe,
+    Role,
+    Target,
+    amax_in_parts,
+    amax_of,
+    largest_magnitude,
+)
 from .._settings import ambient, with_ambient
 
 # --- Copies of scales, whose "derivative" is the maximum of their amaxes --------------
@@ -62,8 +70,8 @@ def with_input_scale(scales: Array, first: Array) -> Array:
     amax from all: its own product may have no derivative, behind a `stop_gradient`.
     """
     # The compiler recognizes one scalar in these (2026-11: not in `.at[].set`).
-    parts = (scales[:_INPUT], first[_INPUT : _INPUT + 1], scales[_INPUT + 1 :])
-    return jnp.concatenate(parts)
+    begin, end = _range_of(_INPUT, scales)
+    return jnp.concatenate((scales[:begin], first[begin:end], scales[end:]))
 
 
 def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
@@ -71,7 +79,10 @@ def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
 
 
 def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    return amaxes, jnp.where(jnp.arange(ROLES) == _INPUT, amaxes, 0)
+    is_input = jnp.arange(ROLES) == _INPUT
+    if (room := amaxes.size // ROLES) > 1:
+        is_input = jnp.repeat(is_input, room)
+    return amaxes, jnp.where(is_input, amaxes, 0)
 
 
 with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
@@ -88,9 +99,10 @@ def _with_weight_amax_forward(scales: Array, amax: Array) -> PyTree:
 
 
 def _with_weight_amax_backward(amax: Array, amaxes: Array) -> PyTree:
-    found = amaxes[..., _WEIGHT : _WEIGHT + 1]
-    weight = jnp.where(found == 0, amax[..., None], found)
-    parts = (amaxes[..., :_WEIGHT], weight, amaxes[..., _WEIGHT + 1 :])
+    begin, end = _range_of(_WEIGHT, amaxes)
+    found = amaxes[..., begin:end]
+    weight = jnp.where(found == 0, amax, found)
+    parts = (amaxes[..., :begin], weight, amaxes[..., end:])
     return jnp.concatenate(parts, axis=-1), None
 
 
@@ -116,6 +128,12 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
 
 
 _repeated.defvjp(_repeated_forward, _repeated_backward)
+
+
+def _range_of(role: int, x: Array) -> tuple[int, int]:
+    """Returns the places of a role in a slot."""
+    parts = x.shape[-1] // ROLES
+    return role * parts, (role + 1) * parts
 
 
 # --- States and requests --------------------------------------------------------------
@@ -192,12 +210,16 @@ class State(NamedTuple):
         shapes: The shapes of the weights that it was made for, by path.
         quantized: The only uses of weights that a recipe quantizes; None in a training
             step, which decides on them itself.
+        vector: Scales and inverses of slots that no scan slices, if in one array.
+        rows: The row of each of these slots.
     """
 
     scales: Mapping[SlotName, Array]
     recipes: Mapping[SlotName, AbstractRecipe]
     shapes: Mapping[str, Shape]
     quantized: Sequence[SlotName] | None = None
+    vector: Array | None = None
+    rows: Mapping[SlotName, int] = MappingProxyType({})
 
 
 class ProvidedState:
@@ -299,6 +321,7 @@ class Slots:
         quantized: The uses that the state records as quantized; None if it has no
             record.
         sizes: The sizes of the parameter for the uses whose amax is taken elsewhere.
+        rows: The rows of the uses in `State.vector`.
     """
 
     parameter: str
@@ -307,6 +330,7 @@ class Slots:
     lengths: tuple[int, ...] = ()
     quantized: tuple[str, ...] | None = None
     sizes: Mapping[str, Length] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_parameter(
@@ -340,6 +364,7 @@ class Slots:
             quantized=None
             if recorded is None
             else tuple(name.use for name in recorded if name.parameter == parameter),
+            rows={n.use: source.rows[n] for n in mine if n in source.rows},
         )
 
     def measured(self, weight: Array, target: Target) -> "Slots":
@@ -358,7 +383,12 @@ class Slots:
             rows = scales.shape[:-1]  # the lengths of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
-                amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
+                fixed = jax.lax.stop_gradient(weight)
+                parts = scales.shape[-1] // ROLES
+                if rows or parts == 1:
+                    amax = amax_of(target, fixed, axes)[..., None]
+                else:
+                    amax = amax_in_parts(target, fixed, parts, ambient().is_repeated)
                 found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
         return dataclasses.replace(self, source=found, sizes=sizes)
@@ -412,6 +442,10 @@ class Slots:
         known = self._known(use)
         return known[0] if len(known) == 1 else _named(str(use), self.lengths)
 
+    def row(self, use: Use) -> int | None:
+        """Returns the row of a use in `State.vector`; None if it has none."""
+        return self.rows.get(self._name(use))
+
     def take(self, way: Use, recipe: AbstractRecipe) -> Array | None:
         """Returns the scales for one use; None if there is no state."""
         use = self._name(way)
@@ -456,8 +490,8 @@ class Slots:
         """All but the arrays: part of cache keys."""
         found = self.source.items() if isinstance(self.source, dict) else ()
         uses = tuple((use, x.shape, self.recipes[use]) for use, x in found)
-        sizes = tuple(self.sizes.items())
-        return self.parameter, uses, self.lengths, self.quantized, sizes
+        sizes, rows = tuple(self.sizes.items()), tuple(self.rows.items())
+        return self.parameter, uses, self.lengths, self.quantized, sizes, rows
 
     def as_operands(self, is_cut: bool) -> dict[str, Array]:
         """Copies scales for an inner program; for a scan only those it slices."""

@@ -9,6 +9,7 @@ for the check, and again by the optimizer.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,12 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from .._base.dtypes import dtype_of_gradient, full_precision_of
-from .._base.jax_compat import manual_axes, stack, varying_axes
+from .._base.jax_compat import has_one_device, manual_axes, stack, varying_axes
 from .._base.tree import Filled, bool_scalar, finite_by_leaf, select_tree
 from .._base.typing import BoolLike, BoolScalar, LossScalar
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
-from .._recipe_state import SlotName
-from .._settings import cast_leaf
+from .._quantize import target_from
+from .._settings import cast_leaf, settings_of
 from ._accumulate import Accumulation, accumulated
 from ._devices import ON_ITS_OWN, accumulated_on_devices
 from ._engine import Problem, as_weights, scaled_value_and_grad
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
         grads: The unscaled gradients, one tree for each differentiated argument.
         flags: Whether the loss, each gradient, and everything checked later are finite;
             None if unchecked.
-        amaxes: The amaxes of the recipes in the function, by slot.
+        amaxes: The amaxes of the recipes in the function, one array for each recipe.
         zeroed: Parts of the result, if the loss alone decides: whether elements of
             gradients were set to zero, and the leaves before.
     """
@@ -48,7 +49,7 @@ class Outcome(NamedTuple):
     aux: PyTree
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
-    amaxes: dict[SlotName, Array]
+    amaxes: tuple[Array, ...]
     zeroed: dict[str, PyTree] | None = None
 
 
@@ -79,14 +80,14 @@ def attempt(
         loss, aux, grads, amaxes = found
         if not is_checked:
             return Outcome(loss, aux, grads, None, amaxes)
-        flags = finite_flags(NoLossScaling(), loss, grads)
+        flags = finite_flags(NoLossScaling(), loss, grads, _joins(problem, args))
         return Outcome(loss, aux, grads, flags, amaxes)
     found = scaled_value_and_grad(problem, scaling, args, kwargs)
     grads = as_weights(problem, found.grads, args)
     if not is_checked:
         unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
-    flags = finite_flags(scaling, found.loss, found.grads)
+    flags = finite_flags(scaling, found.loss, found.grads, _joins(problem, args))
     unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
 
@@ -183,7 +184,7 @@ def _known_after(
 
 
 def finite_flags(
-    scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree
+    scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree, joins: bool = False
 ) -> Bool[Array, " n"]:
     r"""Returns whether the loss and each gradient, divided by the scale, are finite.
 
@@ -200,31 +201,68 @@ def finite_flags(
         scaling: The loss scaling that gradients are still scaled by.
         loss: The unscaled loss.
         grads: The gradients.
+        joins: Whether to check rows of large gradients, and all their rows together.
 
     Returns:
         One flag for the loss, one for each gradient, and one for the rest, in the order
         of names in reports. All devices agree on them.
     """
     leaves = jax.tree.leaves(grads)
+    (is_finite,), rest = finite_by_leaf(loss), jnp.asarray(True)
     if scaling._is_one:
-        is_finite, *flags = finite_by_leaf((loss, leaves))
-        rest = jnp.asarray(True)
+        check = _is_finite
     else:
         # Below 1, slightly smaller, because 1 / s is rounded.
         scale = scaling.loss_scale
         reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
         limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
-        (is_finite,) = finite_by_leaf(loss)
-        rest = jnp.asarray(True)
+        check = functools.partial(_is_within, limits=limits)
         if any(grad.dtype == np.float16 for grad in leaves):
             rest = scale >= 2.0**-111
-        flags = [_is_within(grad, limits) for grad in leaves]
+    flags = _joined(
+        [_by_rows(check, x) for x in leaves] if joins else map(check, leaves)
+    )
     return agreed(stack([is_finite, *flags, rest]))
+
+
+# On a GPU the check of an array takes a kernel, of a large one two. The last ones of up
+# to 64 arrays, over the results for up to 4096 rows of each, are one kernel.
+_ROWS, _TOGETHER = 4096, 64
+
+
+def _by_rows(check: Callable[[Array], BoolScalar], x: Array) -> Bool[Array, "..."]:
+    """Checks the rows of an array; all of it if the compiler may store it otherwise."""
+    rows = x.size if x.size <= _ROWS else math.gcd(x.size, _ROWS)
+    if rows < 64 or x.ndim > 3:
+        return check(x)
+    flags = jax.vmap(check)(x.reshape(rows, -1))
+    return jnp.pad(flags, (0, _ROWS - rows), constant_values=True)
+
+
+def _joined(flags: Iterable[Array]) -> list[BoolScalar]:
+    """Joins the flags of rows, for all arrays at once."""
+    flags = list(flags)
+    rows = [i for i, x in enumerate(flags) if x.ndim]
+    for some in (rows[i : i + _TOGETHER] for i in range(0, len(rows), _TOGETHER)):
+        stacked = jax.lax.optimization_barrier(jnp.stack([flags[i] for i in some]))
+        for i, flag in zip(some, jax.lax.reduce_and(stacked, axes=(1,)), strict=True):
+            flags[i] = flag
+    return flags
+
+
+def _joins(problem: Problem, args: PyTree) -> bool:
+    settings = settings_of(problem.func)
+    target = target_from(None) if settings is None else settings.device
+    return target.platform == "cuda" and has_one_device(args)
+
+
+def _is_finite(grad: Array) -> BoolScalar:
+    return finite_by_leaf(grad)[0]
 
 
 def _is_within(grad: Array, limits: Filled) -> BoolScalar:
     if grad.dtype == np.float16:
-        return finite_by_leaf(grad)[0]
+        return _is_finite(grad)
     if jnp.issubdtype(grad.dtype, jnp.complexfloating):
         return _is_within(grad.real, limits) & _is_within(grad.imag, limits)
     wide = cast_leaf(grad, full_precision_of(grad.dtype))

@@ -28,7 +28,6 @@ from .._base.typing import AnyArray, LeafPredicate, LossScalar
 from .._loss_scaling import AbstractLossScaling
 from .._recipe_state import (
     MissingScales,
-    SlotName,
     StepAsked,
     at_step,
     is_random,
@@ -102,14 +101,14 @@ class Differentiated(NamedTuple):
         aux: The function's second result.
         grads: The scaled gradients, one for each of `problem.argnums`, in the dtypes in
             which they were computed; `as_weights` casts them.
-        amaxes: The amaxes of the recipes in the function, by slot.
+        amaxes: The amaxes of the recipes in the function, one array for each recipe.
     """
 
     scaled: LossScalar
     loss: LossScalar
     aux: PyTree
     grads: tuple[PyTree, ...]
-    amaxes: dict[SlotName, Array]
+    amaxes: tuple[Array, ...]
 
 
 Result = TypeVar("Result")
@@ -276,7 +275,7 @@ def _differentiated(
     # and by the loss scale, so that rules detect the derivative that they are part of.
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
     (scaled, (loss, aux)), (grads, amaxes, _) = differentiate(weights, tokens, scale)
-    return Differentiated(scaled, loss, aux, grads, amaxes)
+    return Differentiated(scaled, loss, aux, grads, scaling._gathered(amaxes))
 
 
 @jax.custom_vjp

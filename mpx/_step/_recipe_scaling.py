@@ -321,10 +321,11 @@ class RecipeScaling(AbstractLossScaling):
             "run, or call a function whose recipe has no state directly."
         )
 
-    def _observe(self, amaxes: Mapping[SlotName, Array]) -> Self:
-        return dataclasses.replace(
-            self, amaxes=tuple(state.from_slots(amaxes) for state in self.scales)
-        )
+    def _gathered(self, amaxes: Mapping[SlotName, Array]) -> tuple[Array, ...]:
+        return tuple(state.from_slots(amaxes) for state in self.scales)
+
+    def _observe(self, amaxes: tuple[Array, ...]) -> Self:
+        return dataclasses.replace(self, amaxes=amaxes)
 
 
 def _nothing(scales: tuple[DelayedScales, ...]) -> tuple[Array, ...]:

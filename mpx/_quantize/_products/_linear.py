@@ -60,6 +60,10 @@ class LinearProduct(AbstractProduct):
         is_left = (role is Role.WEIGHT) == self.is_weight_first
         return (-1, -2) if is_left else (-2, -1)
 
+    @property
+    def _is_by_rows(self) -> bool:
+        return not any(self.dimension_numbers[1])
+
     def _arranged(
         self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:

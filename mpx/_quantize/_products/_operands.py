@@ -21,6 +21,7 @@ from .._formats._rounding import flushed, noise_from, pack, unpack
 from .._formats._target import Target
 from .._quantizers._array import QuantizedArray
 from .._quantizers._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
+from .._quantizers._delayed import Scale
 from .._quantizers._kinds import AbstractKernel, AbstractQuantizer, Asked
 from .._quantizers._recipes import AbstractRecipe, Role
 from ._contraction import padded, quantized_in_groups
@@ -55,7 +56,7 @@ class Copies:
     rounded_to: np.dtype | None = None
     sizes: Array | None = None
 
-    def first(self, x: Array, scale: Array | None = None) -> Operand:
+    def first(self, x: Array, scale: Scale | Array | None = None) -> Operand:
         """Returns the copy for y; of a gradient, that for dx.
 
         Args:
@@ -65,7 +66,7 @@ class Copies:
         return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
     def begin(
-        self, x: Array, scale: Array | None = None
+        self, x: Array, scale: Scale | Array | None = None
     ) -> tuple[Operand, Callable[[Operand], Operand]]:
         """Returns the first copy, and a function that makes the second one from it.
 
@@ -82,7 +83,7 @@ class Copies:
             return first, lambda _: second
         return self.first(x, scale), functools.partial(self._second, x, scale)
 
-    def _second(self, x: Array, scale: Array | None, first: Operand) -> Operand:
+    def _second(self, x: Array, scale: Scale | Array | None, first: Operand) -> Operand:
         if self.role is not Role.GRADIENT:
             if self.recipe.backward_override == "high_precision":
                 return self._rounded(x).astype(self.half)
@@ -134,7 +135,7 @@ class Copies:
         x: Array,
         quantizer: AbstractQuantizer | None,
         axis: int,
-        scale: Array | None,
+        scale: Scale | Array | None,
         salt: int,
     ) -> Operand:
         x = self._rounded(x)
@@ -150,7 +151,7 @@ class Copies:
         self,
         quantizer: AbstractQuantizer,
         axes: Axes,
-        scale: Array | None,
+        scale: Scale | Array | None,
         salt: int,
         x: Array,
     ) -> QuantizedArray:
@@ -162,14 +163,18 @@ class Copies:
         key = None
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
-        to = Asked(self.half, axes, key, scale, self.join)
+        value, inverse = scale if isinstance(scale, Scale) else (scale, None)
+        to = Asked(self.half, axes, key, value, self.join)
         if not is_cast(quantizer, self.target):
             by = arithmetic_of(self.target)
             if by is EXACT or axes:  # with one scale, a CPU flushes by itself
                 x = flushed(x)
             return quantizer._quantize(x, to._replace(by=by))
         by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
-        return quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
+        made = quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
+        if inverse is None:
+            return made
+        return dataclasses.replace(made, inverse_scale=inverse)
 
 
 def _packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:

@@ -37,7 +37,13 @@ from .._formats._blocks import Join, joined_over
 from .._formats._target import Target
 from .._quantizers._array import QuantizedArray
 from .._quantizers._casting import beside_amax
-from .._quantizers._delayed import amax_and_scale, amax_cotangent, check_scales
+from .._quantizers._delayed import (
+    Scale,
+    amax_and_scale,
+    amax_cotangent,
+    check_scales,
+    kept_slots,
+)
 from .._quantizers._recipes import AbstractRecipe, Role
 from ._lowering import Operand, stored
 from ._operands import Copies, kernel_of
@@ -128,6 +134,7 @@ class Residuals(eqx.Module):
         amaxes: The amaxes of data and weight; None without scales.
         like_data: Shape and dtype of the data.
         like_weight: Shape and dtype of the weight.
+        room: The room for the amax of each role in the slots.
     """
 
     data: Operand
@@ -138,6 +145,7 @@ class Residuals(eqx.Module):
     amaxes: tuple[Array | None, Array | None]
     like_data: jax.ShapeDtypeStruct = eqx.field(static=True)
     like_weight: jax.ShapeDtypeStruct = eqx.field(static=True)
+    room: int = eqx.field(static=True)
 
 
 class PrequantizedWeight(NamedTuple):
@@ -247,6 +255,11 @@ class AbstractProduct(abc.ABC):
         Each has the shape of its primal; `shape` is that of the result.
         """
 
+    @property
+    def _is_by_rows(self) -> bool:
+        """Whether the compiler probably stores operands row by row."""
+        return False
+
     def _wants_wide_weight(self) -> bool:
         """Returns whether a rounded weight is better passed before it is rounded.
 
@@ -295,11 +308,16 @@ class AbstractProduct(abc.ABC):
         return self.manual_axes if self.sums_over_devices else ()
 
     def _scaled(
-        self, role: Role, x: Array, scales: Array | None
-    ) -> tuple[Array | None, Array | None]:
+        self, role: Role, x: Array, scales: Array | None, room: int = 1
+    ) -> tuple[Array | None, Scale | None]:
         """Returns the amax of an array and the scale to quantize it with."""
+        # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
+        is_whole = role is Role.WEIGHT or bool(self.manual_axes) or room == 2
+        # The length of an axis may be a symbol.
+        is_whole |= not self._is_by_rows or not isinstance(x.size, int)
+        parts = 1 if is_whole else room
         amax, scale = amax_and_scale(
-            self.recipe, self.target, self._join(), role, x, scales
+            self.recipe, self.target, self._join(), role, x, scales, parts
         )
         if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
             amax = jnp.zeros_like(amax)
@@ -363,7 +381,8 @@ def quantized_forward(
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
-    data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
+    room = 1 if scales is None else scales.size // len(Role)
+    data_amax, data_scale = product._scaled(Role.INPUT, data, scales, room)
     weight_amax, weight_scale = None, None
     if ahead is None:
         weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
@@ -388,8 +407,9 @@ def quantized_forward(
     is_on_cpu = product.target.platform == "cpu"
     if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
-    amaxes, like = (data_amax, weight_amax), (like_data, like_weight)
-    kept = Residuals(kept_data, kept_weight, extra, scales, step, amaxes, *like)
+    amaxes, like = (data_amax, weight_amax), (like_data, like_weight, room)
+    slots = kept_slots(scales)
+    kept = Residuals(kept_data, kept_weight, extra, slots, step, amaxes, *like)
     return y, as_bits(kept) if is_on_cpu else kept
 
 
@@ -423,13 +443,15 @@ def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
     kept, g = as_numbers(kept), product._read(g, kept.extra)
-    amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
+    amax, scale = product._scaled(Role.GRADIENT, g, kept.scales, kept.room)
     of_gradient = product._copies(Role.GRADIENT, kept.step, kept.extra)
     for_data, second = of_gradient.begin(g, scale)
     for_data = beside_amax(product.target, for_data, amax)
     for_weight = second(for_data)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
-    amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
+    amaxes = amax_cotangent(
+        kept.amaxes, amax, kept.scales, kept.room, product._summed_axes()
+    )
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)
     return dx, dw, None, Besides(scales=amaxes)
 

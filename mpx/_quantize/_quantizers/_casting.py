@@ -16,8 +16,10 @@ One result differs from rounding by arithmetic, which all other devices use: val
 below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
+import dataclasses
 import functools
-from typing import TypeVar
+import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +34,6 @@ from .._formats._rounding import Key, flushed, round_finite, to_integers
 from .._formats._target import Target
 from ._array import QuantizedArray
 from ._kinds import AbstractQuantizer, Asked, NVFP4Quantizer
-
-Copy = TypeVar("Copy")
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
@@ -53,13 +53,48 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
         x: The values; those subnormal in float32 count as zero.
         axes: The axes to reduce; all if omitted.
     """
+    return flushed(_largest(target, x, axes))
+
+
+def _largest(target: Target, x: Array, axes: Axes | None = None) -> Array:
     x = x.astype(jnp.float32)
     exact = functools.partial(arithmetic_of(target).largest, axis=axes)
     if not target.rounds_to_fp8:
-        return flushed(exact(x))
+        return exact(x)
     here = functools.partial(CAST.largest, axis=axes)
     branches = {target.platform: here}
-    return flushed(lax.platform_dependent(x, **branches, default=exact))
+    return lax.platform_dependent(x, **branches, default=exact)
+
+
+# So many parts at least, for GPUs with as many units; and the longest part of which XLA
+# takes the maximum in one kernel (jax 0.10.2, November 2026).
+_PARTS, _LONGEST = 1024, 16384
+
+
+def amax_in_parts(
+    target: Target, x: Array, count: int, by_columns: bool = False
+) -> Float32[Array, " count"]:
+    """Returns maxima of parts of |x|, whose maximum, flushed, is the amax.
+
+    Args:
+        target: The device.
+        x: The values.
+        count: The length of the result. Zeros fill it up.
+        by_columns: Whether parts are of columns (the last axis) and not of rows: for
+            a matrix that is read transposed.
+    """
+    columns = x.shape[-1] if by_columns else x.size
+    parts = columns if columns <= count else math.gcd(columns, count)
+    while parts > _PARTS and parts % 2 == 0 and 2 * x.size <= _LONGEST * parts:
+        parts //= 2
+    if parts < 64:
+        return jnp.pad(amax_of(target, x)[None], (0, count - 1))
+    if by_columns:
+        amaxes = _largest(target, x.reshape(-1, parts, columns // parts), (0, 2))
+    else:
+        amaxes = _largest(target, x.reshape(parts, -1), (1,))
+    # Without a barrier XLA may reduce the whole array only where amaxes are joined.
+    return jnp.pad(lax.optimization_barrier(amaxes), (0, count - parts))
 
 
 def quantize_by_cast(
@@ -85,7 +120,7 @@ def quantize_by_cast(
     return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
 
 
-def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
+def beside_amax(target: Target, copy: Any, amax: Array | None) -> Any:
     """Makes one kernel both cast an array to FP8 and take its amax.
 
     FP8 matmuls on Hopper need the contracted axis of both operands last, so one of the
@@ -109,14 +144,16 @@ def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
     """
     if amax is None or not target.transposes_fp8:
         return copy
-    return lax.optimization_barrier(copy)
+    return dataclasses.replace(copy, payload=lax.optimization_barrier(copy.payload))
 
 
 class _Cast(Arithmetic):
     """Arithmetic of a device that casts correctly: no masks, some barriers."""
 
     def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
-        return jnp.max(jnp.abs(x), axis=axis, initial=0)
+        # An initial value is compared with after the kernel that reduces the array.
+        initial = 0 if 0 in x.shape else None
+        return jnp.max(jnp.abs(x), axis=axis, initial=initial)
 
     def largest_finite(self, x: Array) -> Array:
         return self.largest(x)

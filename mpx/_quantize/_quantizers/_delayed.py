@@ -7,7 +7,7 @@ has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Protocol, TypeAlias, cast
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ from .._formats._blocks import LARGEST_SCALE, Join, as_cotangent, refuse_batchin
 from .._formats._format import Format, check_flags
 from .._formats._rounding import SMALLEST_FLOAT32, largest_magnitude
 from .._formats._target import Target
-from ._casting import amax_of
+from ._casting import amax_in_parts, amax_of
 from ._kinds import TensorQuantizer
 from ._recipes import (
     AbstractRecipe,
@@ -269,11 +269,26 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
             f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Omit them."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
-    if shape != (3,) or dtype != jnp.float32:
+    has_roles = shape is not None and len(shape) == 1 and shape[0] % 3 == 0
+    if not has_roles or dtype != jnp.float32:
         raise TypeError(
             "`scales` of a matmul must be float32[3] for `mpx.DelayedScaling`: of "
             f"input, weight and gradient; got {describe(scales)}."
         )
+
+
+class Scale(NamedTuple):
+    """A scale, and its inverse if that is known."""
+
+    value: Array
+    inverse: Array | None
+
+
+def kept_slots(scales: Array | None) -> Array | None:
+    """Returns slots without the room for amaxes."""
+    if scales is None or scales.size == len(_ROLES):
+        return scales
+    return scales.reshape(len(_ROLES), -1)[:, :2].reshape(-1)
 
 
 def amax_and_scale(
@@ -283,7 +298,8 @@ def amax_and_scale(
     role: Role,
     x: Array,
     scales: Array | None,
-) -> tuple[Array | None, Array | None]:
+    parts: int,
+) -> tuple[Array | None, Scale | None]:
     """Returns the amax of an array and its scale; None and None without slots.
 
     Args:
@@ -295,23 +311,32 @@ def amax_and_scale(
         scales: The slots. A scale of 0, the initial one of a warm start, is replaced by
             that of the amax, or by 1 if the recipe has no warm start. It is NaN if the
             amax is non-finite.
+        parts: The number of parts of the amax.
     """
     if scales is None:
         return None, None
-    amax = refuse_batching(join(amax_of(target, x)), scales)
-    given = scales[_ROLES.index(role)]
+    amax = amax_of(target, x) if parts == 1 else amax_in_parts(target, x, parts)
+    amax = refuse_batching(join(amax), scales)
+    place, room = _ROLES.index(role), scales.size // len(_ROLES)
+    given = scales[place * room]
     # Without a warm start no operation may wait for the amax, so that XLA can fuse
     # quantizing an array into the operations that make it.
     first, stateful = 1.0, cast(RecipeWithState, recipe)
     if stateful.warm_start:
-        first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
-    return amax, jnp.where(given == 0, first, given)
+        whole = largest_magnitude(amax) if amax.ndim else amax
+        first = stateful._scale(whole, role, jnp.where(whole < jnp.inf, 1.0, jnp.nan))
+    scale = jnp.where(given == 0, first, given)
+    if room == 1:
+        return amax, Scale(scale, None)
+    inverse = jnp.where(given == 0, 1 / first, scales[place * room + 1])
+    return amax, Scale(scale, inverse)
 
 
 def amax_cotangent(
     kept: tuple[Array | None, Array | None],
     amax: Array | None,
     scales: Array | None,
+    room: int,
     summed_axes: tuple[str, ...],
 ) -> Array | None:
     """Returns the cotangent of the slots, for a backward rule.
@@ -319,10 +344,16 @@ def amax_cotangent(
     Args:
         kept: The amaxes of input and weight, from the forward pass.
         amax: The amax of the gradient.
-        scales: The slots.
+        scales: The slots, as `kept_slots` returns them.
+        room: The size of a slot for each role.
         summed_axes: See `as_cotangent`.
     """
     data, weight = kept
     if scales is None or data is None or weight is None or amax is None:
         return None
-    return as_cotangent(jnp.stack([data, weight, amax]), scales, summed_axes)
+    each = [data, weight, amax]
+    if room == 1:
+        amaxes = jnp.stack(each)
+    else:
+        amaxes = jnp.concatenate([jnp.broadcast_to(x, room) for x in each])
+    return as_cotangent(amaxes, scales, summed_axes)
