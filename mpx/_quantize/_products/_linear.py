@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..._base.jax_compat import as_varying, varying_axes
-from ..._base.typing import AnyArray, DTypeLike, Shape
+from ..._base.typing import AnyArray, Shape
 from .._quantizers._recipes import Role
 from ._contraction import (
     DimensionNumbers,
@@ -189,23 +189,15 @@ def _multiplied(
     dtype: np.dtype,
 ) -> Array:
     """Multiplies two operands, each given with its shape before it was padded."""
-
-    def computed(
-        inner: DTypeLike, precision: lax.PrecisionLike, one: Operand, other: Operand
-    ) -> Array:
-        one, one_scale = numbers_and_scale(one)
-        other, other_scale = numbers_and_scale(other)
-        one, other = without_padding(one, left[1]), without_padding(other, right[1])
-        y = multiply(one.astype(inner), other.astype(inner), precision)
-        return times_scales(y, one_scale, other_scale).astype(dtype)
-
-    emulated = functools.partial(computed, jnp.float32, lax.Precision.HIGHEST)
-    platform = product.target.platform
-    if platform not in ("cuda", "rocm", "tpu"):
-        return emulated(left[0], right[0])
-    fast = functools.partial(computed, jnp.bfloat16, None)
-    branches = {platform: fast}
-    return lax.platform_dependent(left[0], right[0], **branches, default=emulated)
+    inner, precision = jnp.float32, lax.Precision.HIGHEST
+    if product.target.is_met:  # a GPU or TPU
+        inner, precision = jnp.bfloat16, None
+    one, other = left[0], right[0]
+    one, one_scale = numbers_and_scale(one)
+    other, other_scale = numbers_and_scale(other)
+    one, other = without_padding(one, left[1]), without_padding(other, right[1])
+    y = multiply(one.astype(inner), other.astype(inner), precision)
+    return times_scales(y, one_scale, other_scale).astype(dtype)
 
 
 # --- Convolutions ---------------------------------------------------------------------

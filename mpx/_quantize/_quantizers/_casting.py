@@ -16,22 +16,20 @@ One result differs from rounding by arithmetic, which all other devices use: val
 below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
-import functools
 from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array
 
-from .._formats._arithmetic import EXACT, Arithmetic, arithmetic_of
+from .._formats._arithmetic import Arithmetic, arithmetic_of
 from .._formats._blocks import Axes, split
 from .._formats._format import Format
 from .._formats._hadamard import BLOCK, rotation
 from .._formats._rounding import Key, flushed, round_finite, to_integers
-from .._formats._target import Target
-from ._array import QuantizedArray
-from ._kinds import AbstractQuantizer, Asked, NVFP4Quantizer
+from .._formats._target import Target, on_target
+from ._kinds import AbstractQuantizer, NVFP4Quantizer
 
 Copy = TypeVar("Copy")
 
@@ -40,6 +38,8 @@ _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
 def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     """Returns whether a device casts where this quantizer rounds."""
+    if target.is_met is False:
+        return False
     if isinstance(quantizer, NVFP4Quantizer):
         return target.has_block_units
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
@@ -53,36 +53,15 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
         x: The values; those subnormal in float32 count as zero.
         axes: The axes to reduce; all if omitted.
     """
-    x = x.astype(jnp.float32)
-    exact = functools.partial(arithmetic_of(target).largest, axis=axes)
-    if not target.rounds_to_fp8:
-        return flushed(exact(x))
-    here = functools.partial(CAST.largest, axis=axes)
-    branches = {target.platform: here}
-    return flushed(lax.platform_dependent(x, **branches, default=exact))
+    if target.rounds_to_fp8:
+        return on_target(target, _amax, x, axes=axes)
+    return _amax(target, x, axes)
 
 
-def quantize_by_cast(
-    quantizer: AbstractQuantizer, target: Target, x: Float32[Array, "..."], to: Asked
-) -> QuantizedArray:
-    """Quantizes by the device's cast; by arithmetic if run on another platform.
-
-    Args:
-        quantizer: The quantizer.
-        target: The device.
-        x: The values.
-        to: The request to the quantizer, with `CAST` or `CAST_OF_WEIGHT`.
-    """
-
-    def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(x, to._replace(key=key, scale=scale))
-
-    def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        exact = to._replace(key=key, scale=scale, by=EXACT)
-        return quantizer._quantize(flushed(x), exact)
-
-    branches = {target.platform: here}
-    return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
+def _amax(target: Target, x: Array, axes: Axes | None) -> Array:
+    is_exact = not target.rounds_to_fp8 or target.is_met is False
+    by = arithmetic_of(target) if is_exact else CAST
+    return flushed(by.largest(x.astype(jnp.float32), axes))
 
 
 def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
