@@ -28,6 +28,7 @@ from .equations import (
     SubJaxpr,
     aval_of,
     avals,
+    by_platform,
     checkpoint_params,
     constants_as_inputs,
     count,

@@ -313,6 +313,14 @@ def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     )
 
 
+def by_platform(
+    *arrays: AnyArray, program: ClosedJaxpr, emulated: Any, platform: str
+) -> list[AnyArray]:
+    """Computes an `on_target` of `_quantize`, which has a form for one platform."""
+    forms: dict[str, Any] = {platform: core.jaxpr_as_fun(program)}
+    return jax.lax.platform_dependent(*arrays, **forms, default=emulated)
+
+
 def _solve(equation: JaxprEqn) -> SubJaxpr:
     """Returns the solver, the only one of a linear solve's four programs that runs."""
     lengths, jaxprs = (equation.params[key] for key in ("const_lengths", "jaxprs"))

@@ -381,6 +381,8 @@ _group("select_and_scatter", _OPAQUE, Flops.SELECT_AND_SCATTER, "combines")
 _group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_bwd_wrapper", _OPAQUE, Flops.ATTENTION_BACKWARD)
 _group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)
+# mpx's own: a form of a quantized product for its target, see `_quantize`.
+_group("on_target", _OPAQUE, traits="runs_once")
 _group("cholesky", _OPAQUE, Flops.CHOLESKY, "factors")
 _group("lu", _OPAQUE, Flops.LU, "factors")
 _group("qr", _OPAQUE, Flops.QR, "factors")

@@ -22,6 +22,7 @@ The program can be run but not differentiated: derivative rules are dropped.
 import abc
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -45,6 +46,7 @@ from .._base.typing import AnyArray, Atom, Aval, Program
 from .equations import (
     SubJaxpr,
     aval_of,
+    by_platform,
     checkpoint_params,
     constants_as_inputs,
     program_of,
@@ -530,6 +532,14 @@ def _on_devices(held: _Held) -> _Results:
     return _tagged(results, found["tags"]), records
 
 
+def _in_forms(held: _Held) -> _Results:
+    """Runs an `on_target` as a conditional, with a branch for its target."""
+    run = functools.partial(by_platform, **held.equation.params)
+    closed = jax.make_jaxpr(run)(*(v.array for v in held.operands))
+    place = held.within(held.subs[0])
+    return _run(closed, closed.consts, held.operands, held.probe, place)
+
+
 _INSIDE: Mapping[str, Callable[[_Held], _Results]] = {
     "checkpoint": _in_checkpoint,
     "remat": _in_checkpoint,
@@ -537,5 +547,6 @@ _INSIDE: Mapping[str, Callable[[_Held], _Results]] = {
     "scan": _in_scan,
     "while": _in_while,
     "cond": _in_branches,
+    "on_target": _in_forms,
     "shard_map": _on_devices,
 }

@@ -48,8 +48,7 @@ def by_xla(x, kind, recipe=XLA, step=3, rounded_to=None):
         return *arrays[0], *(x.mT for x in arrays[1])
     axes, step = AXES[kind], jnp.int32(step)
     copies = Copies(recipe, kind, HALF, CPU, alone, axes, step, rounded_to)
-    first, again = copies.begin(x)
-    found = first, again(first)
+    found = first, _ = copies.both(x)
     if kind is Role.WEIGHT and not recipe.disable_2d_quantization:
         return tuple(_packed_along(first, axis) for axis in axes)
     return found

@@ -9,7 +9,7 @@ import pytest
 
 import mpx
 from mpx._quantize import Target, path_of, target_from
-from mpx._quantize._formats._target import target_of, this_cpu
+from mpx._quantize._formats._target import on_target, target_of, this_cpu
 from mpx._settings._ambient import settings_of
 from mpx._tools._counter import TARGETS
 from mpx._tools._forecast._forecast_views import Forecast
@@ -169,3 +169,69 @@ def test_paths(recipe: AbstractRecipe, target: str, path: str, why: str):
     product = matrix_product(recipe, "bfloat16", target_from(target))
     found, reason = path_of(product)
     assert found == path and why in reason
+
+
+# --- The forms of a program: `on_target` ----------------------------------------------
+
+GPU = target_from("sm_90")
+
+
+def form(target, x, tree, *, factor):
+    """Another result for each form, which quantized products do not have."""
+    return {"y": (x + tree["b"]) * (factor if target.is_met else -factor)}
+
+
+def by_form(x, b):
+    return on_target(GPU, form, x, {"b": b}, factor=3.0)["y"]
+
+
+def by_default(x, b):
+    return (x + b) * -3.0
+
+
+def over_devices(f):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P("d"), jax.P()
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))
+
+
+WAYS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: jax.vmap(f, (0, None)),
+    "vmap of one": lambda f: lambda x, b: jax.vmap(f, (None, 0))(x, jnp.stack([b, b])),
+    "scan": lambda f: lambda x, b: jax.lax.map(lambda row: f(row, b), x),
+    "remat": lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
+    "shard_map": over_devices,
+    "no jit": lambda f: lambda *given: jax.disable_jit()(f)(*given),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_for_a_gpu_is_the_other_one_on_a_cpu(way):
+    x = jnp.arange(24.0).reshape(4, 3, 2)
+    found, expected = (WAYS[way](f)(x, jnp.float32(2)) for f in (by_form, by_default))
+    assert found.shape == expected.shape and (found == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("platforms", "factors"),
+    [(("cuda",), "+"), (("cpu",), "-"), (("tpu",), "-"), (("cpu", "cuda"), "+-")],
+)
+def test_a_lowered_program_has_the_forms_of_its_platforms(platforms, factors):
+    x = jnp.ones((4, 3))
+    text = jax.jit(by_form).trace(x, x).lower(lowering_platforms=platforms).as_text()
+    found = {"+": "dense<3.0" in text, "-": "dense<-3.0" in text}
+    assert "".join(sign for sign in found if found[sign]) == factors
+
+
+def test_equal_forms_are_traced_once_and_exported_for_two_platforms():
+    def four(x):
+        return sum(by_form(x + i, x) for i in range(4))
+
+    x = jnp.ones((4, 3))
+    equations = jax.make_jaxpr(four)(x).eqns
+    programs = [e.params["program"] for e in equations if "program" in e.params]
+    assert len(programs) == 4 and len({id(one) for one in programs}) == 1
+    exported = jax.export.export(jax.jit(four), platforms=("cpu", "cuda"))(x)
+    assert (exported.call(x) == sum((x + i + x) * -3 for i in range(4))).all()

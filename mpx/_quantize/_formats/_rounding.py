@@ -126,9 +126,14 @@ def mixed(x: Array) -> Array:
 
     Source: Chris Wellons, Prospecting for Hash Functions (2018), `lowbias32`.
     """
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    x = lax.mul(_folded(x, 16), np.uint32(0x7FEB352D))
+    x = lax.mul(_folded(x, 15), np.uint32(0x846CA68B))
+    return _folded(x, 16)
+
+
+def _folded(x: Array, shift: int) -> Array:
+    """Returns x ^ (x >> shift); by `lax`: its operations are traced faster."""
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift)))
 
 
 def noise_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> Noise:
@@ -163,8 +168,7 @@ def hashed(x: Float32[Array, "..."], place: Array) -> Array:
     # Odd factors, so that changing one value always changes the sum. bfloat16 values
     # differ only in their upper bits, which a multiplication leaves there: mix them
     # down first.
-    mixed = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
-    mixed = mixed ^ (mixed >> 15)
+    mixed = _folded(lax.mul(_folded(bits, 16), np.uint32(0x7FEB352D)), 15)
     return mixed * (2 * place + 1)
 
 
@@ -189,6 +193,7 @@ def _as_number(dimension: object) -> Array:
 
 # Below the smallest normal float32 devices differ: some flush to zero, others do not.
 SMALLEST_FLOAT32 = 2.0**-126
+_SIGN, _MANTISSA = np.uint32(2**31), np.uint32(23)
 
 
 def power_of_two(biased_exponent: Array) -> Array:
@@ -196,18 +201,22 @@ def power_of_two(biased_exponent: Array) -> Array:
 
     Not `exp2`: XLA's on the CPU is not exact.
     """
-    bits = biased_exponent.astype(jnp.uint32) << 23
+    bits = lax.shift_left(
+        lax.convert_element_type(biased_exponent, jnp.uint32), _MANTISSA
+    )
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def biased_exponent(x: Array) -> Array:
     """Returns the 8 exponent bits of float32 values, as int32; 0 for subnormals."""
-    return ((lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 255).astype(jnp.int32)
+    bits = lax.shift_right_logical(lax.bitcast_convert_type(x, jnp.uint32), _MANTISSA)
+    return lax.convert_element_type(lax.bitwise_and(bits, np.uint32(255)), jnp.int32)
 
 
 def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """Replaces subnormal float32 values by zeros of their sign."""
-    return jnp.where(jnp.abs(x) < SMALLEST_FLOAT32, x * 0, x)
+    is_subnormal = lax.lt(lax.abs(x), np.float32(SMALLEST_FLOAT32))
+    return lax.select(is_subnormal, lax.mul(x, np.float32(0)), x)
 
 
 def largest_magnitude(
@@ -250,7 +259,7 @@ def round_to_format(
         value times a scale; see `_quantizers/_kinds.py`.
     """
     rounded = round_finite(x, format, to_integers(key))
-    return jnp.where(jnp.isnan(x), jnp.nan, rounded)
+    return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), rounded)
 
 
 def to_integers(key: Key | None = None) -> Callable[[Array], Array]:
@@ -290,9 +299,15 @@ def round_finite(
         to_integers: Rounds non-negative values to integers.
     """
     info = format._info
-    magnitude = jnp.minimum(jnp.abs(x), format.largest)
+    # Operations of `lax`: a trace takes four times as long with those of `jnp`.
+    largest, smallest = np.float32(format.largest), np.int32(127 + info.minexp)
+    magnitude = lax.min(lax.abs(x), largest)
     # The distance of neighbours is constant below the smallest normal number.
-    exponent = jnp.maximum(biased_exponent(magnitude), 127 + info.minexp)
-    distance = power_of_two(exponent - info.nmant)
-    steps = magnitude * power_of_two(254 - exponent + info.nmant)
-    return jnp.copysign(to_integers(steps) * distance, x)
+    exponent, nmant = lax.max(biased_exponent(magnitude), smallest), info.nmant
+    distance = power_of_two(lax.sub(exponent, np.int32(nmant)))
+    inverse = power_of_two(lax.sub(np.int32(254 + nmant), exponent))
+    steps = lax.mul(magnitude, inverse)
+    rounded = lax.mul(to_integers(steps), distance)
+    sign = lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), _SIGN)
+    bits = lax.bitwise_or(lax.bitcast_convert_type(rounded, jnp.uint32), sign)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -9,12 +9,22 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
 
-from ..._base.jax_compat import HAS_CPU_FORM, NEEDS_CPU_FORM, WIDENS_STACKS
+from ..._base.jax_compat import (
+    HAS_CPU_FORM,
+    NEEDS_CPU_FORM,
+    WIDENS_STACKS,
+    traced_for_all,
+)
+from ..._program import by_platform
+
+T = TypeVar("T")
 
 # (words of JAX's device kind or of NVIDIA's product name, compute capability), from
 # NVIDIA's list of CUDA GPUs; the first match counts. Devices report their capability
@@ -62,11 +72,14 @@ class Target:
         name: The name in messages and reports.
         capability: CUDA's compute capability, or a TPU's generation and 0; (1, 0) for a
             CPU with bfloat16 units.
+        is_met: In a form that `on_target` computes: whether the program is lowered for
+            this device; None elsewhere.
     """
 
     platform: str
     name: str
     capability: tuple[int, int] = (0, 0)
+    is_met: bool | None = None
 
     @property
     def wants_cpu_form(self) -> bool:
@@ -216,3 +229,81 @@ def target_of(device: Any) -> Target:
     if device.platform == "cpu":
         return this_cpu()
     return _from_name(kind) or Target(device.platform, kind)
+
+
+# --- Two forms of a program -----------------------------------------------------------
+#
+# A program for a GPU also runs on a laptop, which emulates it. With both forms in a
+# `jax.lax.platform_dependent` derivatives and `jax.checkpoint` take both apart, and
+# half of the equations of a step are for a device that it never meets. So they are one
+# operation: it holds the program for the target, and makes the other one if it is
+# lowered for another platform.
+
+_PLATFORMS = ("cuda", "rocm", "tpu")
+
+
+def on_target(
+    target: Target, form: Callable[..., T], *operands: Any, **options: Hashable
+) -> T:
+    """Computes in the form for a target; emulates it on other platforms.
+
+    Args:
+        target: The device.
+        form: A function of a module: computes it, given the target with `is_met`, the
+            operands and the options. Its results have the same types for both.
+        *operands: Trees of arrays.
+        **options: What else it is given.
+    """
+    if target.is_met is not None or target.platform not in _PLATFORMS:
+        return form(target, *operands, **options)
+    arrays, tree = jax.tree.flatten(operands)
+    here, emulated = (
+        _of_arrays(
+            form, dataclasses.replace(target, is_met=met), tree, *options.items()
+        )
+        for met in (True, False)
+    )
+    traced = jax.jit(here).trace(*arrays)
+    params = {"program": traced.jaxpr, "emulated": emulated}
+    results = _on_target.bind(*arrays, **params, platform=target.platform)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+
+
+# One function for equal forms, which JAX traces and lowers once.
+@functools.lru_cache(maxsize=1024)
+def _of_arrays(
+    form: Callable[..., Any], target: Target, tree: Any, *options: tuple[str, Any]
+) -> Callable[..., Any]:
+    def run(*arrays: Any) -> Any:
+        results = form(target, *jax.tree.unflatten(tree, arrays), **dict(options))
+        return results if target.is_met else jax.tree.leaves(results)
+
+    return traced_for_all(run)
+
+
+_on_target = Primitive("on_target")
+_on_target.multiple_results = True
+_on_target.def_impl(by_platform)
+_on_target.def_effectful_abstract_eval(
+    lambda *_, program, **params: (program.out_avals, program.effects)
+)
+
+
+def _batched(operands: Any, axes: Any, **params: Any) -> Any:
+    run = jax.vmap(jaxpr_as_fun(params["program"]), axes)
+    params["program"] = jax.make_jaxpr(run)(*operands)
+    params["emulated"] = jax.vmap(params["emulated"], axes)
+    results = _on_target.bind(*operands, **params)
+    return results, (0,) * len(results)
+
+
+def _lower(known: str | None, context: Any, *operands: Any, **params: Any) -> Any:
+    is_met = params["platform"] == known
+    run = jaxpr_as_fun(params["program"]) if is_met else params["emulated"]
+    return mlir.lower_fun(run)(context, *operands)
+
+
+batching.primitive_batchers[_on_target] = _batched
+for _known in (None, *_PLATFORMS):
+    rule = functools.partial(_lower, _known)
+    mlir.register_lowering(_on_target, rule, platform=_known)

@@ -61,8 +61,9 @@ def quantized_ahead(
         The whole weight, without a derivative.
     """
     weight, scales = jax.lax.stop_gradient((weight, scales))
-    amax, scale = product._scaled(Role.WEIGHT, weight, scales)
-    piece = product._copies(Role.WEIGHT).first(weight, scale)
+    amax, piece, _ = product._on_target(
+        AbstractProduct._quantized, weight, scales, role=Role.WEIGHT
+    )
     assert isinstance(piece, QuantizedArray)  # `may_travel`
     return PrequantizedWeight(piece, amax).moved(move)
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..._base.jax_compat import as_varying, varying_axes
-from ..._base.typing import AnyArray, DTypeLike, Shape
+from ..._base.typing import AnyArray, Shape
 from ..._program import flat
 from .._quantizers._recipes import Role
 from ._contraction import (
@@ -223,31 +223,17 @@ def _multiplied(
     once: a step with experts, compiled for an H100, needs 11.7 GB and not 15.7 (jaxlib
     0.10.2, November 2026).
     """
-
-    def computed(
-        inner: DTypeLike,
-        precision: lax.PrecisionLike,
-        one: Operand,
-        other: Operand,
-        later: Any,
-    ) -> tuple[Array, Any]:
-        one, one_scale = numbers_and_scale(one)
-        other, other_scale = numbers_and_scale(other)
-        one, other = without_padding(one, left[1]), without_padding(other, right[1])
-        y = multiply(one.astype(inner), other.astype(inner), precision)
-        if later is not None:
-            y, later = lax.optimization_barrier((y, later))
-        return times_scales(y, one_scale, other_scale).astype(dtype), later
-
-    emulated = functools.partial(computed, jnp.float32, lax.Precision.HIGHEST)
-    platform = product.target.platform
-    if platform not in ("cuda", "rocm", "tpu"):
-        return emulated(left[0], right[0], later)
-    fast = functools.partial(computed, jnp.bfloat16, None)
-    branches = {platform: fast}
-    return lax.platform_dependent(
-        left[0], right[0], later, **branches, default=emulated
-    )
+    inner, precision = jnp.float32, lax.Precision.HIGHEST
+    if product.target.is_met:  # a GPU or TPU
+        inner, precision = jnp.bfloat16, None
+    one, other = left[0], right[0]
+    one, one_scale = numbers_and_scale(one)
+    other, other_scale = numbers_and_scale(other)
+    one, other = without_padding(one, left[1]), without_padding(other, right[1])
+    y = multiply(one.astype(inner), other.astype(inner), precision)
+    if later is not None and product.target.is_met:
+        y, later = lax.optimization_barrier((y, later))
+    return times_scales(y, one_scale, other_scale).astype(dtype), later
 
 
 # --- Convolutions ---------------------------------------------------------------------

@@ -10,9 +10,8 @@ The paths differ in the computation of a matmul, not in its quantized operands:
     block units   operands in blocks with their scales (MXFP8, NVFP4, CUDA from 10.0 on)
 
 The last two are patterns that XLA recognizes, and are written exactly in its form: a
-division by a scale, or a scale after a cast, would be a separate pass. A path is a
-branch of `jax.lax.platform_dependent` whose default is the emulated path, so the same
-program runs on a CPU.
+division by a scale, or a scale after a cast, would be a separate pass. On other
+platforms the same program takes the emulated path: see `on_target`.
 """
 
 import dataclasses
@@ -186,7 +185,8 @@ def multiply(
         The product, permuted.
     """
     dequantized = functools.partial(_dequantized, contraction=contraction, dtype=dtype)
-    emulated = functools.partial(dequantized, inner=np.dtype("float32"))
+    if target.is_met is False:
+        return dequantized(left, right, inner=np.dtype("float32"))
     path = path_of_operands(left, right, contraction, target)
     if path is Path.EMULATED:
         inner = emulated_in(left, right, target)
@@ -206,10 +206,7 @@ def multiply(
         fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
     else:
         fast = functools.partial(dequantized, inner=half)
-    if target.platform not in ("cuda", "rocm", "tpu"):
-        return fast(left, right)
-    branches = {target.platform: fast}
-    return lax.platform_dependent(left, right, **branches, default=emulated)
+    return fast(left, right)
 
 
 def path_of_operands(

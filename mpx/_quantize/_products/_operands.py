@@ -8,11 +8,9 @@ they share one copy.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from .._formats._arithmetic import EXACT, arithmetic_of
@@ -20,7 +18,7 @@ from .._formats._blocks import Axes, Join
 from .._formats._rounding import flushed, noise_from, pack, unpack
 from .._formats._target import Target
 from .._quantizers._array import QuantizedArray
-from .._quantizers._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
+from .._quantizers._casting import CAST, CAST_OF_WEIGHT, is_cast
 from .._quantizers._delayed import Scale
 from .._quantizers._kinds import AbstractKernel, AbstractQuantizer, Asked
 from .._quantizers._recipes import AbstractRecipe, Role
@@ -65,23 +63,23 @@ class Copies:
         """
         return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
-    def begin(
+    def both(
         self, x: Array, scale: Scale | Array | None = None
-    ) -> tuple[Operand, Callable[[Operand], Operand]]:
-        """Returns the first copy, and a function that makes the second one from it.
+    ) -> tuple[Operand, Operand]:
+        """Returns both copies, which may be one.
 
         Args:
             x: The array.
             scale: The scale of delayed scaling.
 
         Returns:
-            The result of `first`; and a function from it to the copy for the product of
-            the backward pass, or for dw of a gradient.
+            The result of `first`; and the copy for the product of the backward pass, or
+            for dw of a gradient.
         """
         if (both := self._by_kernel(x)) is not None:
-            first, second = both
-            return first, lambda _: second
-        return self.first(x, scale), functools.partial(self._second, x, scale)
+            return both
+        first = self.first(x, scale)
+        return first, self._second(x, scale, first)
 
     def _second(self, x: Array, scale: Scale | Array | None, first: Operand) -> Operand:
         if self.role is not Role.GRADIENT:
@@ -103,23 +101,17 @@ class Copies:
         if first is None or second is None or self.recipe.backward_override:
             return None
 
-        def by_kernel(x: Array, step: Array | None) -> tuple[Operand, Operand]:
+        if self.target.is_met is not False:
             form = (first, second), self.half, self.axes, self.join
-            return kernel.quantize(x, *form, step=step, rounded_to=self.rounded_to)
-
-        def apart(x: Array, step: Array | None) -> tuple[Operand, Operand]:
-            here = dataclasses.replace(self, step=step)
-            one = here._copy(x, first, self.axes[0], None, salt=0)
-            other = here._second(x, None, one)
-            if isinstance(one, QuantizedArray) and other is one:
-                # Square blocks: one copy, which the kernel packs along either axis.
-                return _packed_along(one, self.axes[0]), _packed_along(
-                    one, self.axes[1]
-                )
-            return one, other
-
-        branches = {self.target.platform: by_kernel}
-        return lax.platform_dependent(x, self.step, **branches, default=apart)
+            more = {"step": self.step, "rounded_to": self.rounded_to}
+            return kernel.quantize(x, *form, **more)
+        one = self._copy(x, first, self.axes[0], None, salt=0)
+        other = self._second(x, None, one)
+        if isinstance(one, QuantizedArray) and other is one:
+            # Square blocks: one copy, which the kernel packs along either axis.
+            first_axis, second_axis = self.axes
+            return _packed_along(one, first_axis), _packed_along(one, second_axis)
+        return one, other
 
     def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
         first = self.recipe.quantizer(self.role)
@@ -165,14 +157,14 @@ class Copies:
             key = noise_from(flushed(x), salt, self.step)
         value, inverse = scale if isinstance(scale, Scale) else (scale, None)
         to = Asked(self.half, axes, key, value, self.join)
-        if not is_cast(quantizer, self.target):
+        if is_cast(quantizer, self.target):
+            by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
+        else:
             by = arithmetic_of(self.target)
             if by is EXACT or axes:  # with one scale, a CPU flushes by itself
                 x = flushed(x)
-            return quantizer._quantize(x, to._replace(by=by))
-        by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
-        made = quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
-        if inverse is None:
+        made = quantizer._quantize(x, to._replace(by=by))
+        if inverse is None or quantizer.stochastic_rounding:
             return made
         return dataclasses.replace(made, inverse_scale=inverse)
 

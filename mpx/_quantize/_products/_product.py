@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,11 +34,10 @@ from ..._base.jax_compat import as_varying, traced_for_all, varying_axes
 from ..._base.typing import AnyArray, Shape
 from .._formats._arithmetic import as_bits, as_numbers
 from .._formats._blocks import Join, joined_over
-from .._formats._target import Target
+from .._formats._target import Target, on_target
 from .._quantizers._array import QuantizedArray
 from .._quantizers._casting import beside_amax
 from .._quantizers._delayed import (
-    Scale,
     amax_and_scale,
     amax_cotangent,
     check_scales,
@@ -46,7 +45,9 @@ from .._quantizers._delayed import (
 )
 from .._quantizers._recipes import AbstractRecipe, Role
 from ._lowering import Operand, stored
-from ._operands import Copies, kernel_of
+from ._operands import Copies, has_blocks, kernel_of
+
+T = TypeVar("T")
 
 # --- No second derivatives ------------------------------------------------------------
 #
@@ -300,6 +301,45 @@ class AbstractProduct(abc.ABC):
         of = self.recipe, role, self.dtype, self.target, self._join(), self._axes(role)
         return Copies(*of, step, rounded_to)
 
+    def _quantized(
+        self,
+        x: Array,
+        scales: Array | None,
+        *given: Any,
+        role: Role,
+        both: bool = True,
+        room: int = 1,
+    ) -> tuple[Array | None, Operand, Operand | None]:
+        """Returns an array's amax and its copies; None for a second that is the first.
+
+        Args:
+            x: The array.
+            scales: The scales of delayed scaling.
+            *given: The other arguments of `_copies`.
+            role: The role of the array.
+            both: Whether the second copy is needed.
+            room: The room for parts of the amax.
+        """
+        # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
+        is_whole = role is Role.WEIGHT or bool(self.manual_axes) or room == 2
+        # The length of an axis may be a symbol.
+        is_whole |= not self._is_by_rows or not isinstance(x.size, int)
+        of = self.recipe, self.target, self._join()
+        parts = 1 if is_whole else room
+        amax, scale = amax_and_scale(*of, role, x, scales, parts)
+        if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
+            amax = jnp.zeros_like(amax)
+        copies = self._copies(role, *given)
+        if not both:
+            return amax, copies.first(x, scale), None
+        first, second = copies.both(x, scale)
+        return amax, first, None if second is first else second
+
+    def _on_target(self, form: Callable[..., T], *operands: Any, **options: Any) -> T:
+        """Calls a function of a product, of its module or class, by `on_target`."""
+        options |= {"product": self, "of": form}
+        return on_target(self.target, _by_product, *operands, **options)
+
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
 
@@ -307,21 +347,11 @@ class AbstractProduct(abc.ABC):
         """Returns the axes over which JAX sums the cotangent of the scales."""
         return self.manual_axes if self.sums_over_devices else ()
 
-    def _scaled(
-        self, role: Role, x: Array, scales: Array | None, room: int = 1
-    ) -> tuple[Array | None, Scale | None]:
-        """Returns the amax of an array and the scale to quantize it with."""
-        # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
-        is_whole = role is Role.WEIGHT or bool(self.manual_axes) or room == 2
-        # The length of an axis may be a symbol.
-        is_whole |= not self._is_by_rows or not isinstance(x.size, int)
-        parts = 1 if is_whole else room
-        amax, scale = amax_and_scale(
-            self.recipe, self.target, self._join(), role, x, scales, parts
-        )
-        if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
-            amax = jnp.zeros_like(amax)
-        return amax, scale
+
+def _by_product(
+    target: Target, *operands: Any, product: AbstractProduct, of: Any, **options: Any
+) -> Any:
+    return of(dataclasses.replace(product, target=target), *operands, **options)
 
 
 def quantized_product(
@@ -380,27 +410,27 @@ def quantized_forward(
     scales, step, ahead = besides
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+    # Without blocks the second copy is the first, and both cases are one trace.
+    both = is_differentiated or not has_blocks(product.recipe)
+    form = AbstractProduct._quantized
+    quantized = functools.partial(product._on_target, form, both=both)
     data = product._read(data, extra)
     room = 1 if scales is None else scales.size // len(Role)
-    data_amax, data_scale = product._scaled(Role.INPUT, data, scales, room)
-    weight_amax, weight_scale = None, None
+    data_amax, x, kept_data = quantized(
+        data, scales, step, extra, role=Role.INPUT, room=room
+    )
     if ahead is None:
-        weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-    of_data = product._copies(Role.INPUT, step, extra)
-    of_weight = product._copies(Role.WEIGHT, step)
-    shapes = data.shape, weight.shape
-    if not is_differentiated:
-        x = of_data.first(data, data_scale)
-        w = of_weight.first(weight, weight_scale) if ahead is None else ahead.operand
-        return product._forward(x, w, extra, shapes), None
-    x, second_of_data = of_data.begin(data, data_scale)
-    if ahead is None:
-        w, second_of_weight = of_weight.begin(weight, weight_scale)
+        weight_amax, w, kept_weight = quantized(weight, scales, step, role=Role.WEIGHT)
     else:
-        (w, weight_amax), second_of_weight = ahead, lambda first: first
-    x = beside_amax(product.target, x, data_amax)
-    y = product._forward(x, w, extra, shapes)
-    kept_data, kept_weight = second_of_data(x), second_of_weight(w)
+        (w, weight_amax), kept_weight = ahead, None
+    if is_differentiated:
+        x = beside_amax(product.target, x, data_amax)
+    shapes = like_data.shape, like_weight.shape
+    y = product._on_target(type(product)._forward, x, w, extra, shapes=shapes)
+    if not is_differentiated:
+        return y, None
+    kept_data = x if kept_data is None else kept_data
+    kept_weight = w if kept_weight is None else kept_weight
     # XLA does not remove bits that are made of integers, so a CPU needs no barrier; and
     # without one JAX 0.10 quantizes a weight shared by all iterations of a scan only
     # once.
@@ -442,12 +472,18 @@ def _backward_rule(
 def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
+    return product._on_target(_backward, kept, g)
+
+
+def _backward(
+    product: AbstractProduct, kept: Residuals, g: Array
+) -> tuple[Array, Array, None, Besides]:
     kept, g = as_numbers(kept), product._read(g, kept.extra)
-    amax, scale = product._scaled(Role.GRADIENT, g, kept.scales, kept.room)
-    of_gradient = product._copies(Role.GRADIENT, kept.step, kept.extra)
-    for_data, second = of_gradient.begin(g, scale)
+    amax, for_data, for_weight = product._quantized(
+        g, kept.scales, kept.step, kept.extra, role=Role.GRADIENT, room=kept.room
+    )
     for_data = beside_amax(product.target, for_data, amax)
-    for_weight = second(for_data)
+    for_weight = for_data if for_weight is None else for_weight
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(
         kept.amaxes, amax, kept.scales, kept.room, product._summed_axes()

@@ -17,7 +17,6 @@ below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -26,20 +25,21 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
-from .._formats._arithmetic import EXACT, Arithmetic, arithmetic_of
+from .._formats._arithmetic import Arithmetic, arithmetic_of
 from .._formats._blocks import Axes, split
 from .._formats._format import Format
 from .._formats._hadamard import BLOCK, rotation
 from .._formats._rounding import Key, flushed, round_finite, to_integers
-from .._formats._target import Target
-from ._array import QuantizedArray
-from ._kinds import AbstractQuantizer, Asked, NVFP4Quantizer
+from .._formats._target import Target, on_target
+from ._kinds import AbstractQuantizer, NVFP4Quantizer
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
 
 def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     """Returns whether a device casts where this quantizer rounds."""
+    if target.is_met is False:
+        return False
     if isinstance(quantizer, NVFP4Quantizer):
         return target.has_block_units
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
@@ -53,17 +53,19 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
         x: The values; those subnormal in float32 count as zero.
         axes: The axes to reduce; all if omitted.
     """
+    if target.rounds_to_fp8:
+        return on_target(target, _amax, x, axes=axes)
+    return _amax(target, x, axes)
+
+
+def _amax(target: Target, x: Array, axes: Axes | None) -> Array:
     return flushed(_largest(target, x, axes))
 
 
-def _largest(target: Target, x: Array, axes: Axes | None = None) -> Array:
-    x = x.astype(jnp.float32)
-    exact = functools.partial(arithmetic_of(target).largest, axis=axes)
-    if not target.rounds_to_fp8:
-        return exact(x)
-    here = functools.partial(CAST.largest, axis=axes)
-    branches = {target.platform: here}
-    return lax.platform_dependent(x, **branches, default=exact)
+def _largest(target: Target, x: Array, axes: Axes | None) -> Array:
+    is_exact = not target.rounds_to_fp8 or target.is_met is False
+    by = arithmetic_of(target) if is_exact else CAST
+    return by.largest(x.astype(jnp.float32), axes)
 
 
 # So many parts at least, for GPUs with as many units; and the longest part of which XLA
@@ -83,41 +85,22 @@ def amax_in_parts(
         by_columns: Whether parts are of columns (the last axis) and not of rows: for
             a matrix that is read transposed.
     """
+    return on_target(target, _in_parts, x, length=count, by_columns=by_columns)
+
+
+def _in_parts(target: Target, x: Array, length: int, by_columns: bool) -> Array:
     columns = x.shape[-1] if by_columns else x.size
-    parts = columns if columns <= count else math.gcd(columns, count)
+    parts = columns if columns <= length else math.gcd(columns, length)
     while parts > _PARTS and parts % 2 == 0 and 2 * x.size <= _LONGEST * parts:
         parts //= 2
     if parts < 64:
-        return jnp.pad(amax_of(target, x)[None], (0, count - 1))
+        return jnp.pad(_amax(target, x, None)[None], (0, length - 1))
     if by_columns:
         amaxes = _largest(target, x.reshape(-1, parts, columns // parts), (0, 2))
     else:
         amaxes = _largest(target, x.reshape(parts, -1), (1,))
     # Without a barrier XLA may reduce the whole array only where amaxes are joined.
-    return jnp.pad(lax.optimization_barrier(amaxes), (0, count - parts))
-
-
-def quantize_by_cast(
-    quantizer: AbstractQuantizer, target: Target, x: Float32[Array, "..."], to: Asked
-) -> QuantizedArray:
-    """Quantizes by the device's cast; by arithmetic if run on another platform.
-
-    Args:
-        quantizer: The quantizer.
-        target: The device.
-        x: The values.
-        to: The request to the quantizer, with `CAST` or `CAST_OF_WEIGHT`.
-    """
-
-    def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(x, to._replace(key=key, scale=scale))
-
-    def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        exact = to._replace(key=key, scale=scale, by=EXACT)
-        return quantizer._quantize(flushed(x), exact)
-
-    branches = {target.platform: here}
-    return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
+    return jnp.pad(lax.optimization_barrier(amaxes), (0, length - parts))
 
 
 def beside_amax(target: Target, copy: Any, amax: Array | None) -> Any:
