@@ -264,3 +264,6 @@ def test_no_turn_adds_to_a_sum():
     # Float16 lacks the range, and stacks of so many rows are larger than the sum.
     assert sums(on_gpu(squares, jax.grad, "float16")) == 2 * T
     assert sums(on_gpu(squares, jax.grad), np.tile(ROWS, (1, D, 1))) == 2 * T
+    # One product of 13 turns would be rounded once.
+    assert sums(on_gpu(squares, jax.grad), ROWS[:13]) == 2 * 13
+    assert sums(on_gpu(squares, jax.grad), ROWS[:0]) == 0
