@@ -256,7 +256,7 @@ def _joins(problem: Problem, args: PyTree) -> bool:
     return target.platform == "cuda" and has_one_device(args)
 
 
-def _is_finite(grad: Array) -> BoolScalar:
+def _is_finite(grad: Array | float) -> BoolScalar:
     return finite_by_leaf(grad)[0]
 
 
