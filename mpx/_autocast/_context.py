@@ -355,6 +355,31 @@ def is_tpu(settings: Settings) -> bool:
     return settings.device.platform == "tpu"
 
 
+_OF_SCORES = ("dot_general", "mul", "div", "select_n", "reduce_max", "sub")
+
+
+def keeps_scores(settings: Settings) -> bool:
+    """Returns whether scores are scaled and masked in half precision."""
+    return is_tpu(settings) and _may_round(settings, _OF_SCORES)
+
+
+_OF_KERNELS = ("add", "mul", "logistic", "tanh", "erf", "reduce_sum")
+
+
+def hands_on(settings: Settings) -> bool:
+    """Returns whether kernels of one region hand on half precision: see `islands`."""
+    is_gpu = settings.device.platform == "cuda"
+    return is_gpu and _may_round(settings, _OF_KERNELS)
+
+
+def _may_round(settings: Settings, names: tuple[str, ...]) -> bool:
+    """Returns whether bfloat16 is computed in, and no rule is about some primitives."""
+    if not settings.is_enabled or settings.dtype != jnp.bfloat16:
+        return False
+    rules = settings.rules
+    return rules.looks_ahead and not any(map(rules._first_of, names))
+
+
 # --- Places and runs ------------------------------------------------------------------
 
 

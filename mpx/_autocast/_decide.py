@@ -45,7 +45,7 @@ from .._settings import (
     with_ambient,
     with_unkeyed,
 )
-from ._context import FULL, Place, Run, Usage, Value, is_castable
+from ._context import FULL, Place, Run, Usage, Value, is_castable, keeps_scores
 from ._demand import (
     Demand,
     Demands,
@@ -53,7 +53,6 @@ from ._demand import (
     asks_for_precision,
     blocks_in_half,
     half_dtype_of,
-    keeps_scores,
     together,
 )
 

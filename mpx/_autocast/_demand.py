@@ -56,7 +56,7 @@ from .._program import (
     sums_before,
 )
 from .._settings import Precision, Settings
-from ._context import FULL, Run, is_castable, is_tpu
+from ._context import FULL, Run, hands_on, is_castable, is_tpu, keeps_scores
 
 
 class Demand(enum.Flag):
@@ -91,8 +91,8 @@ class Demands(NamedTuple):
         factors: The numbers that matmuls are multiplied by before they are rounded.
         scaled: The results of these multiplications.
         unbiased: The results of residual additions to which a bias is added.
-        stored: The values that several kernels read, stored in half precision.
-        activated: The operands of activations, whose gradients are stored like that.
+        handed: What kernels hand on in half precision: True for the value itself, False
+            for its gradient only.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or an inner program may move: stacks of weights perhaps.
     """
@@ -107,8 +107,7 @@ class Demands(NamedTuple):
     factors: Mapping[Atom, float] = MappingProxyType({})
     scaled: Set[Var] = frozenset()
     unbiased: Set[Var] = frozenset()
-    stored: Set[Var] = frozenset()
-    activated: Set[Atom] = frozenset()
+    handed: Mapping[Atom, bool] = MappingProxyType({})
     moved_weights: tuple[Var, ...] = ()
 
     @property
@@ -213,8 +212,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         factors: The numbers that matmuls are multiplied by.
         scaled: The results of these multiplications.
         summed: The sums that norms read, and beginnings of streams.
-        stored: The values that several kernels read.
-        activated: The operands of activations.
+        handed: What kernels hand on in half precision.
         shifted: The values whose maximum is subtracted from them.
         moved: The operands that an equation moves, or an inner program may move.
     """
@@ -235,8 +233,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.scaled: set[Var] = set()
         self.unbiased: set[Var] = set()
         self.summed: set[Atom] = set()
-        self.stored: set[Var] = set()
-        self.activated: set[Atom] = set()
+        self.handed: dict[Atom, bool] = {}
         self.shifted: set[Atom] = set()
         self.moved: set[Atom] = set()
         self._run, self._settings, self._jaxpr = run, settings, jaxpr
@@ -261,8 +258,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.factors,
             self.scaled,
             self.unbiased,
-            self.stored,
-            self.activated,
+            self.handed,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
         )
 
@@ -296,7 +292,11 @@ class _DemandFlow(BackwardFlow[Demand]):
             # are known.
             if equation.outvars[0] not in self.unbiased:
                 self.residuals.update(equation.outvars)
-            self._note_beginnings(equation, here)
+            found = {a: looked_up(a, self.makers) for a in equation.invars}
+            self.beginnings.update(v for v in found.values() if v is not None)
+            if here.residual_stream == "half" and self._hands_on(here):
+                read = (a for a in found if not found[a] and self.makers.readers[a] > 1)
+                self.summed.update(a for a in read if not is_scaled(a, self.makers))
             if is_half:
                 return Demand.HALF, Demand.HALF
         elif is_sum_of_products(equation, self.makers):
@@ -330,26 +330,16 @@ class _DemandFlow(BackwardFlow[Demand]):
         self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
     ) -> None:
         """Notes what kernels hand on to each other: see `islands`."""
-        is_half, made = here.residual_stream == "half", self.makers.equations
-        variables = [v for v in equation.outvars if aval_of(v).dtype == FULL]
+        is_half, is_read = here.residual_stream == "half", False
         if is_activation(equation):
-            (operand, *_) = equation.invars
-            if is_half and results[0] == BOTH:
-                self.stored.update(variables)
-            if operand in made and is_summed_often(operand, self.makers):
-                self.activated.add(operand)
+            is_read, value = results[0] == BOTH, equation.invars[0]
+            if value in self.makers.equations and is_summed_often(value, self.makers):
+                self.handed.setdefault(value, False)
         elif is_half and equation.primitive.name == "reduce_sum":
             self.summed.update(sums_before(equation, self.makers, self.is_declared))
-        self.stored.update(v for v in variables if v in self.summed)
-
-    def _note_beginnings(self, equation: JaxprEqn, here: Settings) -> None:
-        """Notes where the residual stream begins that an equation adds to."""
-        found = {a: looked_up(a, self.makers) for a in equation.invars}
-        self.beginnings.update(v for v in found.values() if v is not None)
-        if here.residual_stream == "half" and self._hands_on(here):
-            others = (a for a, rows in found.items() if rows is None)
-            streams = (a for a in others if self.makers.readers[a] > 1)
-            self.summed.update(a for a in streams if not is_scaled(a, self.makers))
+        if is_half:
+            found = (v for v in equation.outvars if is_read or v in self.summed)
+            self.handed.update((v, True) for v in found if aval_of(v).dtype == FULL)
 
     def _of_scores(
         self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
@@ -583,33 +573,6 @@ def _is_of_half(equation: JaxprEqn, settings: Settings) -> bool:
     """Returns whether an operation cast to half precision gets the active one."""
     are_castable = all(map(is_castable, avals(equation.invars[:2])))
     return are_castable and half_dtype_of(equation, settings) == settings.dtype
-
-
-_OF_SCORES = ("dot_general", "mul", "div", "select_n", "reduce_max", "sub")
-
-
-def keeps_scores(settings: Settings) -> bool:
-    """Returns whether scores are scaled and masked in half precision."""
-    if not settings.is_enabled or settings.dtype != jnp.bfloat16:
-        return False
-    rules = settings.rules
-    if not rules.looks_ahead or any(map(rules._first_of, _OF_SCORES)):
-        return False
-    return is_tpu(settings)
-
-
-# What stores half precision, or takes its gradient in it.
-_OF_KERNELS = ("add", "mul", "logistic", "tanh", "erf", "reduce_sum")
-
-
-def hands_on(settings: Settings) -> bool:
-    """Returns whether kernels of one region hand on half precision: see `islands`."""
-    if not settings.is_enabled or settings.dtype != jnp.bfloat16:
-        return False
-    rules = settings.rules
-    if not rules.looks_ahead or any(map(rules._first_of, _OF_KERNELS)):
-        return False
-    return settings.device.platform == "cuda"
 
 
 # JAX's names for the highest precision.

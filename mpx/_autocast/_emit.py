@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._base.jax_compat import (
     bind_equation,
@@ -117,7 +117,8 @@ def evaluate(
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     if ahead.moved_weights:
         values.update(cast_stacks(run, place, values, ahead))
-    ends = ahead.residuals | ahead.sums | ahead.unbiased | ahead.stored
+    stored = {v for v, is_stored in ahead.handed.items() if is_stored}
+    ends = ahead.residuals | ahead.sums | ahead.unbiased | stored
     found = _parts(run, place, jaxpr, values, ends)
     alone = read_by_one(found, ahead)
     for variable in jaxpr.invars:
@@ -165,7 +166,7 @@ def _read(values: Values, atom: Atom) -> Value:
 
 
 def _parts(
-    run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Var]
+    run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Atom]
 ) -> Sequence[JaxprEqn | Island]:
     """Returns the equations of a program, with islands grouped."""
     if place.has_own_rule or place.is_recomputed or place.settings.residuals is None:
@@ -297,7 +298,7 @@ def _emit_decided(case: Case) -> list[Value]:
             return [product]
         results = _emit_operation(case, choice)
         is_sum = case.name == "add" and results[0].dtype == FULL
-        is_sum = is_sum and case.equation.outvars[0] not in case.ahead.stored
+        is_sum = is_sum and not case.ahead.handed.get(case.equation.outvars[0])
         return with_rounded_gradient(case, results) if is_sum else results
 
 

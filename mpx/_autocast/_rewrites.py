@@ -3,14 +3,13 @@
 Additions of a bias, lookups, scatters, sparse products and casts of the program.
 """
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType
 from jaxtyping import Array
 
@@ -48,22 +47,29 @@ def with_rounded_gradient(case: Case, results: list[Value]) -> list[Value]:
     if is_tpu(case.settings):
         return results
     (summed,) = results
-    array = _rounded(summed.array, products[0])
+    array = _rounded(summed.array, products[0], False)
     return [Value(array, summed.facts, slots=summed.slots)]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x: AnyArray, dtype: np.dtype) -> AnyArray:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _rounded(x: AnyArray, dtype: np.dtype, is_stored: bool) -> AnyArray:
+    """Returns an array whose gradient is rounded, and stored like that or not."""
     return x
 
 
 @_rounded.defjvp
 def _(
-    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
+    dtype: np.dtype,
+    is_stored: bool,
+    primals: tuple[AnyArray],
+    tangents: tuple[AnyArray],
 ) -> tuple[AnyArray, AnyArray]:
     (x,), (dot,) = primals, tangents
-    one = jax.lax.optimization_barrier(np.ones((), dtype))
-    half = jax.lax.convert_element_type(dot, dtype) * one
+    half = jax.lax.convert_element_type(dot, dtype)
+    if is_stored:
+        half = jax.lax.optimization_barrier(half)
+    else:
+        half *= jax.lax.optimization_barrier(np.ones((), dtype))
     return x, jax.lax.convert_element_type(half, dot.dtype)
 
 
@@ -83,38 +89,26 @@ def handed_on(case: Case, results: list[Value]) -> list[Value]:
     Returns:
         Its results.
     """
-    variables, ahead = case.equation.outvars, case.ahead
-    if ahead.stored.isdisjoint(variables) and ahead.activated.isdisjoint(variables):
+    handed, variables = case.ahead.handed, case.equation.outvars
+    if handed.keys().isdisjoint(variables):
         return results
-    return [_stored(case, v, x) for v, x in zip(variables, results, strict=True)]
+    pairs = zip(variables, results, strict=True)
+    return [_handed_on(case, handed.get(v), value) for v, value in pairs]
 
 
-def _stored(case: Case, variable: Var, value: Value) -> Value:
+def _handed_on(case: Case, is_stored: bool | None, value: Value) -> Value:
     array, dtype = value.array, case.settings.dtype
-    if array.dtype != FULL:
+    if is_stored is None or array.dtype != FULL:
         return value
-    if variable in case.ahead.stored:
-        with noted_cast(KERNELS) if case.run.uses.notes else contextlib.nullcontext():
+    if not is_stored:
+        array = _rounded(array, dtype, True)
+    else:
+        with noted_cast(KERNELS):
             array = value.cast(dtype)
         # Products read an activation, too: it is written in half precision anyway.
         if not is_activation(case.equation):
             array = jax.lax.optimization_barrier(array)
-    elif variable in case.ahead.activated:
-        array = _with_stored_gradient(array, dtype)
     return Value(array, value.facts, slots=value.slots)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _with_stored_gradient(x: AnyArray, dtype: np.dtype) -> AnyArray:
-    return x
-
-
-@_with_stored_gradient.defjvp
-def _(
-    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
-) -> tuple[AnyArray, AnyArray]:
-    half = jax.lax.optimization_barrier(tangents[0].astype(dtype))
-    return primals[0], half.astype(tangents[0].dtype)
 
 
 # --- Lookups of one element in each row: the label's logit, in a cross-entropy --------

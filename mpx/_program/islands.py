@@ -497,10 +497,9 @@ def is_summed_often(value: Atom, makers: Makers) -> bool:
     rounded already.
     """
     size = count(aval_of(value).shape)
-    makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
-    read = (a for maker in makers_found if is_cheap(maker) for a in maker.invars)
-    variables = {a for a in read if not isinstance(a, Literal)}
-    return sum(1 < count(aval_of(v).shape) < size for v in variables) > 1
+    found = (maker for _, maker in _elementwise(value, makers) if maker)
+    read = {a for maker in found if is_cheap(maker) for a in _variables(maker)}
+    return sum(1 < count(aval_of(v).shape) < size for v in read) > 1
 
 
 def sums_before(
@@ -519,28 +518,23 @@ def sums_before(
     Returns:
         The sums, in the shape in which the norm reads them if nothing else does.
     """
-    size, rows = (
-        count(aval_of(v).shape) for v in (equation.invars[0], equation.outvars[0])
-    )
-    waiting = [(equation.invars[0], equation.invars[0])] if rows > 1 else []
-    found: list[Atom] = []
-    for _ in range(_ISLAND):
-        value, view = waiting.pop() if waiting else (None, None)
-        maker = None if value is None else makers.equations.get(value)
-        if maker is None or view is None or not is_cheap(maker):
+    (value,), (result,) = equation.invars, equation.outvars
+    size, found = count(aval_of(value).shape), list[Atom]()
+    waiting = [(value, value)] if count(aval_of(result).shape) > 1 else []
+    for _ in range(_ISLAND * bool(waiting)):
+        value, view = waiting.pop() if waiting else (result, result)
+        maker = makers.equations.get(value, equation)
+        if maker is equation or not is_cheap(maker):
             continue
         if not _names(maker).isdisjoint(_EXPONENTIALS):
             return []
         if _is_inner_sum(maker, makers) and not any(map(is_declared, maker.invars)):
             found.append(view)
             continue
+        operands = [a for a in _variables(maker) if count(aval_of(a).shape) == size]
         is_same = properties(maker.primitive.name).is_free
-        operands = [a for a in maker.invars if not isinstance(a, Literal)]
-        waiting += [
-            (a, view if is_same and makers.readers[a] == 1 else a)
-            for a in operands
-            if count(aval_of(a).shape) == size
-        ]
+        views = (view if is_same and makers.readers[a] == 1 else a for a in operands)
+        waiting += zip(operands, views, strict=True)
     return found
 
 
