@@ -510,8 +510,10 @@ def _with_ordered_gradients(case: Case, arrays: list[AnyArray]) -> list[AnyArray
     are_weights = [value.facts.is_declared for value in case.operands]
     if case.name == "conv_general_dilated" and are_weights[1]:
         return [arrays[0], with_flat_gradient(arrays[1])]
-    # A loop over its turns adds each gradient as it is computed.
-    is_in_turns = any(v.copy is not None or v.tap for v in case.operands)
+    # A loop adds each gradient as it is computed.
+    is_in_turns = case.place.is_in_loop or any(
+        v.copy is not None for v in case.operands
+    )
     if case.name != "dot_general" or are_weights.count(True) != 1 or is_in_turns:
         return arrays
     data = count(arrays[are_weights.index(False)].shape)

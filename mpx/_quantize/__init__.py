@@ -53,7 +53,7 @@ from ._products._paths import formats_of, path_of
 from ._products._product import AbstractProduct, PrequantizedWeight, quantized_product
 from ._quantizers._array import HalfCopy, QuantizedArray, Stored
 from ._quantizers._casting import amax_in_parts, amax_of
-from ._quantizers._delayed import DelayedScaling, DelayedScalingState
+from ._quantizers._delayed import DelayedScaling, DelayedScalingState, filled
 from ._quantizers._kinds import (
     AbstractKernel,
     AbstractQuantizer,

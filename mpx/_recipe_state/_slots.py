@@ -30,6 +30,7 @@ from .._quantize import (
     Target,
     amax_in_parts,
     amax_of,
+    filled,
     largest_magnitude,
 )
 from .._settings import ambient, with_ambient
@@ -388,7 +389,8 @@ class Slots:
                 if rows or parts == 1:
                     amax = amax_of(target, fixed, axes)[..., None]
                 else:
-                    amax = amax_in_parts(target, fixed, parts, ambient().is_repeated)
+                    each = amax_in_parts(target, fixed, parts, ambient().is_repeated)
+                    amax = filled(each, parts)
                 found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
         return dataclasses.replace(self, source=found, sizes=sizes)

@@ -332,6 +332,13 @@ def amax_and_scale(
     return amax, Scale(scale, inverse)
 
 
+def filled(amax: Array, room: int) -> Array:
+    """Returns an amax, or those of parts, in the shape of a slot."""
+    if not amax.ndim:
+        return jnp.broadcast_to(amax, room)
+    return jnp.pad(amax, (0, room - amax.size))
+
+
 def amax_cotangent(
     kept: tuple[Array | None, Array | None],
     amax: Array | None,
@@ -355,5 +362,5 @@ def amax_cotangent(
     if room == 1:
         amaxes = jnp.stack(each)
     else:
-        amaxes = jnp.concatenate([jnp.broadcast_to(x, room) for x in each])
+        amaxes = jnp.concatenate([filled(x, room) for x in each])
     return as_cotangent(amaxes, scales, summed_axes)
