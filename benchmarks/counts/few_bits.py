@@ -19,7 +19,7 @@ from ..models.whole_steps import FEW, NAIVE, Case, Kept
 from ..results import Results
 from ..steps import LEARNING_RATE, ArrayStep, built
 from ..tables import Goal, Table, ratio
-from .cost import count as count
+from .cost import compile as compile, count as count
 
 DELAYED, PART = "delayed", "optimizer"
 _SHAPE = (4096, 16384)

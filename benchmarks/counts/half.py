@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..models.whole_steps import NAIVE, WHOLE, Case
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
-from .cost import count as count
+from .cost import compile as compile, count as count
 from .whole_steps import build as build
 
 DEFAULT, HALF = "autocast bfloat16", "bfloat16"

@@ -4,7 +4,7 @@ In order of reading:
 
 * `_targets`: the devices, with their peak rates and compilers.
 * `_hlo`: reads the text of HLO.
-* `_compile`: compiles for a device, on a TPU without generating code.
+* `_compile`: compiles for a device, without generating code.
 * `_kernels`: kernels with their bytes and operations, collectives, memory.
 
 This folder imports nothing else of mpx, and JAX only to compile: benchmarks load it by

@@ -283,8 +283,8 @@ def estimate(
         raise
     try:
         options = {} if lowered.has_options else None
-        options = CUDA_OPTIONS if target.platform == "cuda" else options
-        program = program_of(lowered.program, target, lowered.devices, options)
+        flags = CUDA_OPTIONS if target.platform == "cuda" else None
+        program = program_of(lowered.program, target, lowered.devices, options, flags)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             lines = str(error).splitlines()
