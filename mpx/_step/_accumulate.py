@@ -23,13 +23,7 @@ from .._base.errors import describe
 from .._base.tree import is_model_state, is_trainable
 from .._base.typing import AnyArray, LeafPredicate
 from .._quantize import largest_magnitude
-from .._settings import (
-    MARK,
-    Mark,
-    parameters_of,
-    weights_in_call,
-    with_ambient,
-)
+from .._settings import MARK, Mark, parameters_of, weights_in_call
 from ._engine import Problem
 from ._inputs import input_path
 
@@ -403,8 +397,7 @@ class MicroBatches:
         ]
         args, kwargs = jax.tree.unflatten(self.tree, parts)
         are_cut = [kind == _BATCH for kind in self.kinds]
-        where = in_micro_batch(self.how.steps, self.paths, parts, are_cut)
-        with where, with_ambient(is_repeated=True):
+        with in_micro_batch(self.how.steps, self.paths, parts, are_cut):
             loss, aux, grads, amaxes = one(args, kwargs)
             weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)

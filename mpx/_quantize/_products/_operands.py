@@ -56,7 +56,7 @@ class Copies:
     rounded_to: np.dtype | None = None
     sizes: Array | None = None
 
-    def first(self, x: Array, scale: Scale | Array | None = None) -> Operand:
+    def first(self, x: Array, scale: Scale | None = None) -> Operand:
         """Returns the copy for y; of a gradient, that for dx.
 
         Args:
@@ -66,7 +66,7 @@ class Copies:
         return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
     def begin(
-        self, x: Array, scale: Scale | Array | None = None
+        self, x: Array, scale: Scale | None = None
     ) -> tuple[Operand, Callable[[Operand], Operand]]:
         """Returns the first copy, and a function that makes the second one from it.
 
@@ -83,7 +83,7 @@ class Copies:
             return first, lambda _: second
         return self.first(x, scale), functools.partial(self._second, x, scale)
 
-    def _second(self, x: Array, scale: Scale | Array | None, first: Operand) -> Operand:
+    def _second(self, x: Array, scale: Scale | None, first: Operand) -> Operand:
         if self.role is not Role.GRADIENT:
             if self.recipe.backward_override == "high_precision":
                 return self._rounded(x).astype(self.half)
@@ -135,7 +135,7 @@ class Copies:
         x: Array,
         quantizer: AbstractQuantizer | None,
         axis: int,
-        scale: Scale | Array | None,
+        scale: Scale | None,
         salt: int,
     ) -> Operand:
         x = self._rounded(x)
@@ -151,7 +151,7 @@ class Copies:
         self,
         quantizer: AbstractQuantizer,
         axes: Axes,
-        scale: Scale | Array | None,
+        scale: Scale | None,
         salt: int,
         x: Array,
     ) -> QuantizedArray:
@@ -163,7 +163,7 @@ class Copies:
         key = None
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
-        value, inverse = scale if isinstance(scale, Scale) else (scale, None)
+        value, inverse = scale if isinstance(scale, tuple) else (scale, None)
         to = Asked(self.half, axes, key, value, self.join)
         if not is_cast(quantizer, self.target):
             by = arithmetic_of(self.target)
