@@ -30,7 +30,6 @@ from .._settings import (
     settings_of,
     unkeyed,
     weights_in_call,
-    with_ambient,
 )
 from .._stored_weights import reading
 from ._engine import Problem
@@ -426,8 +425,7 @@ class MicroBatches:
         ]
         args, kwargs = jax.tree.unflatten(self.tree, parts)
         are_cut = [kind == _BATCH for kind in self.kinds]
-        where = in_micro_batch(self.how.steps, self.paths, parts, are_cut)
-        with where, with_ambient(is_repeated=True):
+        with in_micro_batch(self.how.steps, self.paths, parts, are_cut):
             loss, aux, grads, amaxes = one(args, kwargs)
             weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)

@@ -68,7 +68,7 @@ def attempt(
             inner = dataclasses.replace(problem, wire=ON_ITS_OWN)
 
         def one(scaling: AbstractLossScaling, part: PyTree, kwargs: PyTree) -> PyTree:
-            found = scaled_value_and_grad(inner, scaling, part, kwargs)
+            found = scaled_value_and_grad(inner, scaling, part, kwargs, True)
             grads = scaling.unscale(as_weights(inner, found.grads, args))
             return found.loss, found.aux, grads, found.amaxes
 

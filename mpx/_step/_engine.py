@@ -179,15 +179,19 @@ def _warn_of_float16(call: str) -> None:
 
 
 def scaled_value_and_grad(
-    problem: Problem, scaling: AbstractLossScaling, args: PyTree, kwargs: PyTree
+    problem: Problem,
+    scaling: AbstractLossScaling,
+    args: PyTree,
+    kwargs: PyTree,
+    is_repeated: bool = False,
 ) -> Differentiated:
-    """Differentiates the scaled loss."""
+    """Differentiates the scaled loss, perhaps of one of several micro-batches."""
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
     recipes = () if settings is None else settings.recipes
     scale = None if scaling._is_one else scaling.loss_scale
-    given = dict(wire=problem.wire, step=None, gives_step=True)
+    given = dict(wire=problem.wire, step=None, gives_step=True, is_repeated=is_repeated)
     # One context for forward and backward pass, which share cached traces.
     if not (recipes and is_random(recipes)):
         with with_ambient(**given, gives_scale=scale is not None):

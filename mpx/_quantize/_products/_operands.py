@@ -54,7 +54,7 @@ class Copies:
     rounded_to: np.dtype | None = None
     sizes: Array | None = None
 
-    def first(self, x: Array, scale: Scale | Array | None = None) -> Operand:
+    def first(self, x: Array, scale: Scale | None = None) -> Operand:
         """Returns the copy for y; of a gradient, that for dx.
 
         Args:
@@ -63,9 +63,7 @@ class Copies:
         """
         return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
-    def both(
-        self, x: Array, scale: Scale | Array | None = None
-    ) -> tuple[Operand, Operand]:
+    def both(self, x: Array, scale: Scale | None = None) -> tuple[Operand, Operand]:
         """Returns both copies, which may be one.
 
         Args:
@@ -81,7 +79,7 @@ class Copies:
         first = self.first(x, scale)
         return first, self._second(x, scale, first)
 
-    def _second(self, x: Array, scale: Scale | Array | None, first: Operand) -> Operand:
+    def _second(self, x: Array, scale: Scale | None, first: Operand) -> Operand:
         if self.role is not Role.GRADIENT:
             if self.recipe.backward_override == "high_precision":
                 return self._rounded(x).astype(self.half)
@@ -127,7 +125,7 @@ class Copies:
         x: Array,
         quantizer: AbstractQuantizer | None,
         axis: int,
-        scale: Scale | Array | None,
+        scale: Scale | None,
         salt: int,
     ) -> Operand:
         x = self._rounded(x)
@@ -143,7 +141,7 @@ class Copies:
         self,
         quantizer: AbstractQuantizer,
         axes: Axes,
-        scale: Scale | Array | None,
+        scale: Scale | None,
         salt: int,
         x: Array,
     ) -> QuantizedArray:
@@ -155,7 +153,7 @@ class Copies:
         key = None
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
-        value, inverse = scale if isinstance(scale, Scale) else (scale, None)
+        value, inverse = scale if isinstance(scale, tuple) else (scale, None)
         to = Asked(self.half, axes, key, value, self.join)
         if is_cast(quantizer, self.target):
             by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST

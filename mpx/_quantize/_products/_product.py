@@ -41,7 +41,6 @@ from .._quantizers._delayed import (
     amax_and_scale,
     amax_cotangent,
     check_scales,
-    kept_slots,
 )
 from .._quantizers._recipes import AbstractRecipe, Role
 from ._lowering import Operand, stored
@@ -320,12 +319,11 @@ class AbstractProduct(abc.ABC):
             both: Whether the second copy is needed.
             room: The room for parts of the amax.
         """
-        # That of a weight is mostly taken elsewhere: see `with_weight_amax`.
-        is_whole = role is Role.WEIGHT or bool(self.manual_axes) or room == 2
-        # The length of an axis may be a symbol.
-        is_whole |= not self._is_by_rows or not isinstance(x.size, int)
+        # That of a weight is mostly taken elsewhere: see `with_weight_amax`. The length
+        # of an axis may be a symbol.
+        is_whole = role is Role.WEIGHT or self.manual_axes or not self._is_by_rows
+        parts = 1 if is_whole or room == 2 or not isinstance(x.size, int) else room
         of = self.recipe, self.target, self._join()
-        parts = 1 if is_whole else room
         amax, scale = amax_and_scale(*of, role, x, scales, parts)
         if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
             amax = jnp.zeros_like(amax)
@@ -437,9 +435,10 @@ def quantized_forward(
     is_on_cpu = product.target.platform == "cpu"
     if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
+    if scales is not None and room > 1:  # without the room
+        scales = scales.reshape(-1, room)[:, :2].reshape(-1)
     amaxes, like = (data_amax, weight_amax), (like_data, like_weight, room)
-    slots = kept_slots(scales)
-    kept = Residuals(kept_data, kept_weight, extra, slots, step, amaxes, *like)
+    kept = Residuals(kept_data, kept_weight, extra, scales, step, amaxes, *like)
     return y, as_bits(kept) if is_on_cpu else kept
 
 
@@ -485,9 +484,8 @@ def _backward(
     for_data, amax = beside_amax(product.target, for_data, amax)
     for_weight = for_data if for_weight is None else for_weight
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
-    amaxes = amax_cotangent(
-        kept.amaxes, amax, kept.scales, kept.room, product._summed_axes()
-    )
+    taken = *kept.amaxes, amax
+    amaxes = amax_cotangent(taken, kept.room, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)
     return dx, dw, None, Besides(scales=amaxes)
 

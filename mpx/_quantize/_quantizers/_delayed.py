@@ -7,7 +7,7 @@ has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias, cast
+from typing import ClassVar, Protocol, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -31,6 +31,8 @@ from ._recipes import (
 )
 
 AmaxAlgorithm: TypeAlias = str | Callable[[Array], Array]
+# Perhaps with its inverse.
+Scale: TypeAlias = Array | tuple[Array, Array]
 
 
 class DelayedScalingState(eqx.Module):
@@ -277,20 +279,6 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
         )
 
 
-class Scale(NamedTuple):
-    """A scale, and its inverse if that is known."""
-
-    value: Array
-    inverse: Array | None
-
-
-def kept_slots(scales: Array | None) -> Array | None:
-    """Returns slots without the room for amaxes."""
-    if scales is None or scales.size == len(_ROLES):
-        return scales
-    return scales.reshape(len(_ROLES), -1)[:, :2].reshape(-1)
-
-
 def amax_and_scale(
     recipe: AbstractRecipe,
     target: Target,
@@ -312,12 +300,14 @@ def amax_and_scale(
             that of the amax, or by 1 if the recipe has no warm start. It is NaN if the
             amax is non-finite.
         parts: The number of parts of the amax.
+
+    The scale is a pair with its inverse if the slots have that.
     """
     if scales is None:
         return None, None
+    place, room = _ROLES.index(role), scales.size // len(_ROLES)
     amax = amax_of(target, x) if parts == 1 else amax_in_parts(target, x, parts)
     amax = refuse_batching(join(amax), scales)
-    place, room = _ROLES.index(role), scales.size // len(_ROLES)
     given = scales[place * room]
     # Without a warm start no operation may wait for the amax, so that XLA can fuse
     # quantizing an array into the operations that make it.
@@ -327,9 +317,8 @@ def amax_and_scale(
         first = stateful._scale(whole, role, jnp.where(whole < jnp.inf, 1.0, jnp.nan))
     scale = jnp.where(given == 0, first, given)
     if room == 1:
-        return amax, Scale(scale, None)
-    inverse = jnp.where(given == 0, 1 / first, scales[place * room + 1])
-    return amax, Scale(scale, inverse)
+        return amax, scale
+    return amax, (scale, jnp.where(given == 0, 1 / first, scales[place * room + 1]))
 
 
 def filled(amax: Array, room: int) -> Array:
@@ -340,27 +329,23 @@ def filled(amax: Array, room: int) -> Array:
 
 
 def amax_cotangent(
-    kept: tuple[Array | None, Array | None],
-    amax: Array | None,
-    scales: Array | None,
+    amaxes: tuple[Array | None, ...],
     room: int,
+    scales: Array | None,
     summed_axes: tuple[str, ...],
 ) -> Array | None:
     """Returns the cotangent of the slots, for a backward rule.
 
     Args:
-        kept: The amaxes of input and weight, from the forward pass.
-        amax: The amax of the gradient.
-        scales: The slots, as `kept_slots` returns them.
-        room: The size of a slot for each role.
+        amaxes: The amaxes of input, weight and gradient.
+        room: The room for each in the slots.
+        scales: The slots.
         summed_axes: See `as_cotangent`.
     """
-    data, weight = kept
-    if scales is None or data is None or weight is None or amax is None:
+    each = [x for x in amaxes if x is not None]
+    if scales is None or len(each) < len(_ROLES):
         return None
-    each = [data, weight, amax]
     if room == 1:
-        amaxes = jnp.stack(each)
-    else:
-        amaxes = jnp.concatenate([filled(x, room) for x in each])
-    return as_cotangent(amaxes, scales, summed_axes)
+        return as_cotangent(jnp.stack(each), scales, summed_axes)
+    joined = jnp.concatenate([filled(x, room) for x in each])
+    return as_cotangent(joined, scales, summed_axes)
