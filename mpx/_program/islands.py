@@ -466,10 +466,10 @@ def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn |
 
 # --- What several kernels read --------------------------------------------------------
 #
-# XLA's compiler for GPUs (jaxlib 0.10.2, November 2026) makes several kernels of an
-# island that reduces over rows and channels, as a group norm, or whose gradient is
-# summed for several weights, as a convolution by shifts. It writes what lies between
-# them: in float32, if nothing is done. What is found here is stored in half precision.
+# XLA's compiler for GPUs makes several kernels of an island that reduces over rows and
+# channels, as a group norm, or whose gradient is summed for several weights, as a
+# convolution by shifts. It writes what they exchange: in float32, if nothing is done.
+# What is found here is stored in half precision (`_autocast/_rewrites.py`).
 
 # Operations that XLA does not compute twice: their results are written.
 _COSTLY = frozenset(("erf", "logistic", "tanh"))
@@ -528,8 +528,8 @@ def sums_before(
             continue
         if not _names(maker).isdisjoint(_EXPONENTIALS):
             return []
-        if _is_inner_sum(maker, makers) and not any(map(is_declared, maker.invars)):
-            found.append(view)
+        if maker.primitive.name == "add" and not any(map(is_declared, maker.invars)):
+            found += [view] * _is_inner_sum(maker, makers)
             continue
         operands = [a for a in _variables(maker) if count(aval_of(a).shape) == size]
         is_same = properties(maker.primitive.name).is_free
@@ -539,8 +539,6 @@ def sums_before(
 
 
 def _is_inner_sum(equation: JaxprEqn, makers: Makers) -> bool:
-    """Returns whether an equation adds to a product, and not to a residual stream."""
-    if equation.primitive.name != "add":
-        return False
+    """Returns whether a sum is one of a product, and not of a residual stream."""
     is_stream = is_residual(equation, makers, False) and goes_around(equation, makers)
     return not is_stream and any(is_made_of_product(a, makers) for a in equation.invars)
