@@ -150,7 +150,7 @@ def test_one_cast_for_all_turns(dtype, policy):
     infinite = W.copy()
     infinite[0, :2] = 1e30, np.nan
     assert all(
-        map(functools.partial(np.array_equal, equal_nan=True), *both(made, W, X))
+        map(functools.partial(np.array_equal, equal_nan=True), *both(made, infinite, X))
     )
 
 

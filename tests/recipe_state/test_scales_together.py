@@ -129,7 +129,7 @@ def test_the_largest_part_is_the_amax(shape, bad, by_columns):
     x.reshape(-1)[-1:] = -bad
     parts = amax_in_parts(H100, jnp.asarray(x), 8192, by_columns)
     expected = 0 if bad == 1e-40 or not x.size else bad
-    assert parts.shape == (8192,)
+    assert 0 < parts.size <= 8192
     np.testing.assert_array_equal(flushed(largest_magnitude(parts)), expected)
 
 
