@@ -163,7 +163,7 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # for at each equation (4 and 10 lines more); and the target, for each product.
 # The rooms have fewer files on a call's way; longer names took three lines. TPUs: what
 # differs there by default (`_program/scores.py`, and words of two options).
-LIMITS = {"autocast": (19, 1_625), "step": (29, 2_700)}
+LIMITS = {"autocast": (19, 1_710), "step": (29, 2_810)}
 
 
 @pytest.mark.parametrize("call", LIMITS)
@@ -231,10 +231,10 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
 # right now (1,190), tools that are right on every target (500), CPUs (620). TPUs took
 # 980 lines, for which 300 others went: scores and streams, users' Pallas kernels, the
 # check by the loss, counts of loops without machine code.
-MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 28_970, 8_310, 17_540
+MOST_OF_ALL, MOST_OF_TOOLS, MOST_OF_CORE = 29_610, 8_330, 18_160
 # Of the tests, all lines, without the rigs. The goal was 45,000 on 49,800; 3,460 more
 # came before, 1,850 for TPUs.
-MOST_OF_TESTS = 50_950
+MOST_OF_TESTS = 51_880
 _TOOLS = ("_tools", "__main__.py")
 _PUBLIC = ("nn", "nnx", "compat", "contrib", "__init__.py")
 _PUBLIC += ("quantization.py", "reports.py")
@@ -259,7 +259,7 @@ def test_the_tests_grow_by_decision_only():
 
 # Rooms are the entries of `mpx/` without `__init__.py`; `python -m tests.rooms` prints
 # them. Before 2026-11-28: 56 rooms, 269 modules, 197 of them loaded by `import mpx`.
-MOST_ROOMS, MOST_FLOORS, MOST_MODULES, MOST_LOADED = 20, 11, 173, 130
+MOST_ROOMS, MOST_FLOORS, MOST_MODULES, MOST_LOADED = 20, 11, 174, 130
 
 
 def test_the_rooms_can_be_held_in_one_head():
