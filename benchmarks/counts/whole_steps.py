@@ -219,20 +219,22 @@ class Limit:
     share: float = 0.0
 
 
+# The first ones were set on a naive step that gathers the label's logit, and are said
+# against the one that compares: the same bytes and times.
 LIMITS = (
-    Limit(("h100", "Llama", "float32"), DELAYED, 0.97, 1.35, 8.8),
-    Limit(("h100", "Llama", "masters"), DELAYED, 1.00, 1.33, 9.6),
-    Limit(("h100", "Llama", "masters"), CURRENT, 1.10, 1.25),
-    Limit(("h100", "Llama, scan", "float32"), DELAYED, 0.98, 1.33, 10.0),
-    Limit(("h100", "Llama, scan", "masters"), DELAYED, 0.98, 1.33, 10.1),
-    Limit(("h100", "Llama, no remat", "masters"), DELAYED, 1.00, 1.30),
+    Limit(("h100", "Llama", "float32"), DELAYED, 1.03, 1.31, 8.8),
+    Limit(("h100", "Llama", "masters"), DELAYED, 1.07, 1.29, 9.6),
+    Limit(("h100", "Llama", "masters"), CURRENT, 1.18, 1.21),
+    Limit(("h100", "Llama, scan", "float32"), DELAYED, 1.04, 1.29, 10.0),
+    Limit(("h100", "Llama, scan", "masters"), DELAYED, 1.04, 1.29, 10.1),
+    Limit(("h100", "Llama, no remat", "masters"), DELAYED, 1.08, 1.25),
     Limit(("h100", "ffn", "masters"), DELAYED, 1.02, 1.55),
-    Limit(("h100", "GPT", "float32"), DELAYED, 1.05, 1.15),
-    Limit(("h100", "GPT", "masters"), DELAYED, 1.05, 1.15),
-    Limit(("h100", "LoRA", "frozen"), DELAYED, 0.91, 1.39, 3.05),
-    Limit(("h100", "Llama", "masters"), STORED, 0.98, 1.36),
-    Limit(("h100", "LoRA", "frozen"), STORED, 0.89, 1.39, 2.65),
-    Limit(("b200", "Llama", "masters"), DELAYED, 0.97, 1.37),
+    Limit(("h100", "GPT", "float32"), DELAYED, 1.15, 1.09),
+    Limit(("h100", "GPT", "masters"), DELAYED, 1.15, 1.09),
+    Limit(("h100", "LoRA", "frozen"), DELAYED, 0.97, 1.34, 3.05),
+    Limit(("h100", "Llama", "masters"), STORED, 1.05, 1.32),
+    Limit(("h100", "LoRA", "frozen"), STORED, 0.94, 1.34, 2.65),
+    Limit(("b200", "Llama", "masters"), DELAYED, 1.01, 1.34),
     *(
         Limit(("h100", whole, "float32"), AUTOCAST, 1.01, 0.99)
         for whole in ("Llama", "Llama, scan", "Llama, no remat", "GPT")
@@ -241,7 +243,7 @@ LIMITS = (
         Limit(("h100", whole, "masters"), AUTOCAST, 1.01, 0.99)
         for whole in ("Llama", "Llama, scan", "GPT")
     ),
-    Limit(("h100", "Llama, slices", "float32"), AUTOCAST, 1.05, 0.95),
+    Limit(("h100", "Llama, slices", "float32"), AUTOCAST, 1.12, 0.92),
     *(
         Limit(("h100", whole, "float32"), arm, traffic, speed, share=share)
         for whole, arm, traffic, speed, share in (
