@@ -225,10 +225,10 @@ def finite_flags(
     return agreed(stack([is_finite, *flags, rest]))
 
 
-# On a GPU the check of a large array takes two kernels. The last ones of up to 64 arrays,
-# over the results for up to 4096 rows of each, are one kernel. Small arrays are checked
-# where they are made: together, XLA would keep what biases' gradients are sums of (76 of
-# 753 MB of a small ViT).
+# On a GPU the check of a large array takes two kernels. The last ones of up to 64
+# arrays, over the results for up to 4096 rows of each, are one kernel. Small arrays are
+# checked where they are made: together, XLA would keep what biases' gradients are sums
+# of (76 of 753 MB of a small ViT).
 _ROWS, _TOGETHER = 4096, 64
 
 

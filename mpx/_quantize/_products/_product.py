@@ -422,7 +422,7 @@ def quantized_forward(
     else:
         (w, weight_amax), kept_weight = ahead, None
     if is_differentiated:
-        x, data_amax = beside_amax(product.target, x, data_amax)
+        x, data_amax = beside_amax(product.target, x, data_amax, is_gradient=False)
     shapes = like_data.shape, like_weight.shape
     y = product._on_target(type(product)._forward, x, w, extra, shapes=shapes)
     if not is_differentiated:
@@ -481,7 +481,7 @@ def _backward(
     amax, for_data, for_weight = product._quantized(
         g, kept.scales, kept.step, kept.extra, role=Role.GRADIENT, room=kept.room
     )
-    for_data, amax = beside_amax(product.target, for_data, amax)
+    for_data, amax = beside_amax(product.target, for_data, amax, is_gradient=True)
     for_weight = for_data if for_weight is None else for_weight
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     taken = *kept.amaxes, amax
