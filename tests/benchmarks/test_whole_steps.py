@@ -192,27 +192,23 @@ ENTRY %main (a: f8e5m2[64,32], b: f8e4m3fn[32,16]) -> bf16[64,16] {
 """  # noqa: E501
 
 
-class Lowered:
-    """Compiles to a program with one product in 8 bits, unless told to fail."""
-
-    as_text = staticmethod(lambda: CALL)
-
-    def __init__(self, fails=False):
-        self.fails, self.options = fails, []
-
-    def compile(self, options=None):
-        self.options.append(options)
-        if self.fails and options:
-            raise jax.errors.JaxRuntimeError("no tiling")
-        return self
-
-
 @pytest.mark.parametrize(
     ("target", "fails", "calls"),
     [("h100", False, 1), ("h100", True, None), ("b200", False, None)],
 )
-def test_products_in_8_bits_are_counted_under_default_flags_too(target, fails, calls):
-    lowered = Lowered(fails)
-    _, more = cost.compile_twice(lowered, {"target": target})
+def test_products_in_8_bits_are_counted_under_default_flags_too(
+    target, fails, calls, monkeypatch
+):
+    asked = []
+
+    def program_of(lowered, target, devices, flags):
+        asked.append(flags)
+        if fails and flags:
+            raise jax.errors.JaxRuntimeError("no tiling")
+        return cost.counter.Program(CALL, 0, 0)
+
+    monkeypatch.setattr(cost.counter, "compile_only_devices", lambda target: [])
+    monkeypatch.setattr(cost.counter, "program_of", program_of)
+    _, more = cost.compile_twice(None, {"target": target})
     assert more == {"default_calls": calls}
-    assert len(lowered.options) == (2 if target == "h100" else 1)
+    assert len(asked) == (2 if target == "h100" else 1)
