@@ -78,7 +78,7 @@ def program_of(
     from ._kernels import memory
 
     flags = flags or {}
-    if options is None:
+    if options is None and devices[0].platform != "cpu":
         found = _without_code(lowered, target, devices, flags)
         if found is not None:
             return found
