@@ -95,6 +95,7 @@ class Demands(NamedTuple):
             for its gradient only.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or an inner program may move: stacks of weights perhaps.
+        has_loop: Whether the program has a scan, of layers perhaps.
     """
 
     dtype: np.dtype
@@ -109,6 +110,7 @@ class Demands(NamedTuple):
     unbiased: Set[Var] = frozenset()
     handed: Mapping[Atom, bool] = MappingProxyType({})
     moved_weights: tuple[Var, ...] = ()
+    has_loop: bool = False
 
     @property
     def inputs(self) -> Wanted:
@@ -260,6 +262,7 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.unbiased,
             self.handed,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
+            any(e.primitive.name == "scan" for e in self._jaxpr.eqns),
         )
 
     def is_declared(self, atom: Atom) -> bool:

@@ -513,8 +513,7 @@ def _with_ordered_gradients(case: Case, arrays: list[AnyArray]) -> list[AnyArray
     # A loop adds each gradient as it is computed. And behind a loop over layers XLA
     # would copy the gradient of its carry in each turn.
     has_copy = any(value.copy is not None for value in case.operands)
-    has_loop = any(e.primitive.name == "scan" for e in case.ahead.jaxpr.eqns)
-    is_in_turns = case.place.is_in_loop or has_copy or has_loop
+    is_in_turns = case.place.is_in_loop or has_copy or case.ahead.has_loop
     if case.name != "dot_general" or are_weights.count(True) != 1 or is_in_turns:
         return arrays
     data = count(arrays[are_weights.index(False)].shape)

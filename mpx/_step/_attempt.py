@@ -234,7 +234,8 @@ _ROWS, _TOGETHER = 4096, 64
 
 def _by_rows(check: Callable[[Array], BoolScalar], x: Array) -> Bool[Array, "..."]:
     """Checks the rows of an array; all of it if the compiler may store it otherwise."""
-    rows = math.gcd(x.size, _ROWS)
+    # The length of an axis may be a symbol.
+    rows = math.gcd(x.size, _ROWS) if isinstance(x.size, int) else 0
     if rows < 64 or x.ndim > 3 or x.size <= _ROWS:
         return check(x)
     flags = jax.vmap(check)(x.reshape(rows, -1))

@@ -11,6 +11,7 @@ import pytest
 from jax import export
 
 import mpx
+from mpx._step import _attempt
 
 from ..helpers import slow_but
 from .counting import relative_error
@@ -59,6 +60,21 @@ def test_the_batch_may_be_of_any_size(name):
     # Stochastic rounding draws other numbers for other shapes, and a symbol is one.
     tolerance = 0.3 if name == "NVFP4BlockScaling" else 2e-2
     assert relative_error(got, gradient(scaling, w, x)) < tolerance
+
+
+def test_a_gradient_of_any_size_is_checked_on_a_gpu(monkeypatch):
+    """As in a process of one device, where rows of large gradients are joined."""
+    monkeypatch.setattr(_attempt, "has_one_device", lambda given: True)
+    func = mpx.autocast(loss, target="H100")
+
+    @jax.jit
+    def gradient(w, x):
+        return mpx.value_and_grad(func, mpx.NoLossScaling(), argnums=(0, 1))(w, x)
+
+    (batch,) = export.symbolic_shape("batch")
+    symbolic = jax.ShapeDtypeStruct((batch, TOKENS, WIDTH), jnp.float32)
+    exported = export.export(gradient, platforms=["cuda"])(weights(), symbolic)
+    assert exported.out_avals
 
 
 def test_a_report_counts_what_is_not_known():

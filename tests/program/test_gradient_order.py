@@ -145,6 +145,16 @@ def test_a_smaller_result_is_not_waited_for():
     assert waiting(jax.grad(loss, argnums=(0, 1)), *args) == 0
 
 
+def test_behind_a_loop_over_layers_nothing_waits():
+    def loss(weight: Any, data: Any) -> Any:
+        data, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x), None), data, None, 2)
+        return logits_loss(weight, data)
+
+    _, args = ends("H100")
+    run = mpx.autocast(loss, jnp.bfloat16, target="H100")
+    assert waiting(jax.grad(run, argnums=(0, 1)), *args) == 0
+
+
 @pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
 def test_gradients_of_a_head_have_the_same_values(transform):
     found, expected = (

@@ -1,5 +1,6 @@
 """Scales of a step in one array, and amaxes in parts: as GPUs get them."""
 
+import itertools
 import re
 
 import jax
@@ -80,16 +81,15 @@ def one_device(monkeypatch):
     monkeypatch.setattr(_operands, "has_one_device", lambda given: True)
 
 
-@pytest.fixture(params=[everything, attention, computed, recomputed])
-def layer(request):
-    return request.param
+LAYERS, OPTIONS = (
+    (attention, computed, recomputed),
+    ({}, {"accumulate": 3}, {"is_warm": True}),
+)
+FORMS = [(everything, {}), *itertools.product(LAYERS, OPTIONS)]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"is_warm": True}], ids=str)
-def test_the_form_changes_no_bit(layer, options, request, monkeypatch):
-    if layer is everything and options:
-        pytest.skip("one program with everything is enough")
-    request.getfixturevalue("one_device")
+@pytest.mark.parametrize(("layer", "options"), FORMS, ids=str)
+def test_the_form_changes_no_bit(layer, options, one_device, monkeypatch):
     found = jax.tree.leaves(trained(layer, **options))
     monkeypatch.setattr(_call, "in_one_array", lambda state, *_: state)
     for one, other in zip(
@@ -119,12 +119,12 @@ def test_amaxes_of_a_step_are_taken_together(one_device):
 SHAPES = [(9000, 64), (8192, 8), (1, 70), (4, 4), (127, 129), (0, 8), (3,), ()]
 
 
-@pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+PARTS = [(shape, way) for shape in SHAPES for way in (False, len(shape) == 2)]
+
+
+@pytest.mark.parametrize(("shape", "by_columns"), dict.fromkeys(PARTS), ids=str)
 @pytest.mark.parametrize("bad", [3.0, np.inf, np.nan, 1e-40])
 def test_the_largest_part_is_the_amax(shape, bad, by_columns):
-    if by_columns and len(shape) != 2:
-        pytest.skip("for matrices")
     x = np.zeros(shape, np.float32)
     x.reshape(-1)[-1:] = -bad
     parts = amax_in_parts(H100, jnp.asarray(x), 8192, by_columns)
