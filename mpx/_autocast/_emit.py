@@ -517,6 +517,5 @@ def _with_ordered_gradients(case: Case, arrays: list[AnyArray]) -> list[AnyArray
     if case.name != "dot_general" or are_weights.count(True) != 1 or is_in_turns:
         return arrays
     data = count(arrays[are_weights.index(False)].shape)
-    if count(aval_of(case.equation.outvars[0]).shape) < _MUCH_LARGER * data:
-        return arrays
-    return list(with_gradients_at_once(*arrays))
+    is_large = count(aval_of(case.equation.outvars[0]).shape) >= _MUCH_LARGER * data
+    return list(with_gradients_at_once(*arrays)) if is_large else arrays

@@ -29,11 +29,15 @@ def arrays() -> tuple[Any, Any]:
     return filters, images
 
 
-def flattened(function: Any, *args: Any) -> int:
-    """How many barriers on flat filters its program for CUDA has."""
+def barriers(function: Any, *args: Any) -> list[str]:
+    """The lines of its program for CUDA that have a barrier."""
     text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = (line for line in text.splitlines() if "optimization_barrier" in line)
-    return sum("tensor<288xbf16>" in line for line in lines)
+    return [line for line in text.splitlines() if "optimization_barrier" in line]
+
+
+def flattened(function: Any, *args: Any) -> int:
+    """How many barriers are on flat filters."""
+    return sum("tensor<288xbf16>" in line for line in barriers(function, *args))
 
 
 def gradient(target: str, **options: Any) -> Any:
@@ -120,11 +124,12 @@ def ends(target: str, classes: int = 64) -> Any:
     return mpx.autocast(logits_loss, jnp.bfloat16, target=target), args
 
 
+BOTH = "tensor<8x16xbf16>, tensor<16x64xbf16>"
+
+
 def waiting(function: Any, *args: Any) -> int:
-    """How many barriers its program for CUDA has on both gradients of the head."""
-    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = (line for line in text.splitlines() if "optimization_barrier" in line)
-    return sum("tensor<8x16xbf16>, tensor<16x64xbf16>" in line for line in lines)
+    """How many barriers are on both gradients of the head."""
+    return sum(BOTH in line for line in barriers(function, *args))
 
 
 @pytest.mark.parametrize(("target", "count"), [("H100", 1), ("cpu", 0)])
@@ -135,14 +140,10 @@ def test_the_gradient_of_a_heads_weight_is_computed_with_that_of_the_data(
     assert waiting(jax.grad(loss, argnums=(0, 1)), *args) == count
 
 
-def test_without_one_of_the_gradients_nothing_waits():
-    loss, args = ends("H100")
-    assert waiting(jax.grad(loss, argnums=1), *args) == 0
-
-
-def test_a_smaller_result_is_not_waited_for():
-    loss, args = ends("H100", classes=32)
-    assert waiting(jax.grad(loss, argnums=(0, 1)), *args) == 0
+@pytest.mark.parametrize(("argnums", "classes"), [(1, 64), ((0, 1), 32)])
+def test_without_one_of_the_gradients_or_a_large_result_nothing_waits(argnums, classes):
+    loss, args = ends("H100", classes)
+    assert waiting(jax.grad(loss, argnums=argnums), *args) == 0
 
 
 def test_behind_a_loop_over_layers_nothing_waits():
@@ -180,7 +181,5 @@ def test_blocks_of_a_gradient_do_not_wait_for_the_gradient_of_the_weight(recipe,
     normal = np.random.default_rng(0).standard_normal
     args = np.float32(normal((96, 64))), np.float32(normal((32, 96)))
     half = mpx.autocast(loss, jnp.bfloat16, target="B200", recipe=recipe)
-    run = jax.jit(jax.grad(half, argnums=(0, 1)))
-    program = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    lines = [x for x in program.splitlines() if "optimization_barrier" in x]
+    lines = barriers(jax.grad(half, argnums=(0, 1)), *args)
     assert sum("tensor<96x64xbf16>" in line for line in lines) == count
