@@ -88,7 +88,11 @@ LAYERS, OPTIONS = (
 FORMS = [(everything, {}), *itertools.product(LAYERS, OPTIONS)]
 
 
-@pytest.mark.parametrize(("layer", "options"), FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("layer", "options"),
+    FORMS,
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
 def test_the_form_changes_no_bit(layer, options, one_device, monkeypatch):
     found = jax.tree.leaves(trained(layer, **options))
     monkeypatch.setattr(_call, "in_one_array", lambda state, *_: state)
