@@ -38,6 +38,8 @@ from ._quantize import Format as Format
 from ._quantize import DelayedScaling as DelayedScaling
 from ._quantize import Float8CurrentScaling as Float8CurrentScaling
 from ._quantize import Float8BlockScaling as Float8BlockScaling
+from ._quantize import Float8RowwiseScaling as Float8RowwiseScaling
+from ._quantize import Int8CurrentScaling as Int8CurrentScaling
 from ._quantize import MXFP8BlockScaling as MXFP8BlockScaling
 from ._quantize import NVFP4BlockScaling as NVFP4BlockScaling
 from ._quantize import CustomRecipe as CustomRecipe
@@ -106,6 +108,8 @@ __all__ = [
     "DelayedScaling",
     "Float8CurrentScaling",
     "Float8BlockScaling",
+    "Float8RowwiseScaling",
+    "Int8CurrentScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "CustomRecipe",

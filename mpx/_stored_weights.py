@@ -53,9 +53,8 @@ from ._base.tree import Guard, Whole, is_float_leaf, is_whole, path_text
 from ._base.typing import LeafPredicate
 from ._nnx_graph import is_nnx_module
 from ._quantize import (
-    AbstractQuantizer,
-    NVFP4Quantizer,
     QuantizedArray,
+    Quantizer,
     Stored,
     TensorQuantizer,
     quantize,
@@ -142,7 +141,7 @@ class StoredWeight(Whole):
     """
 
     quantized: QuantizedArray
-    quantizer: AbstractQuantizer = eqx.field(static=True)
+    quantizer: Quantizer = eqx.field(static=True)
     axis: int = eqx.field(static=True, default=-1)
 
     @property
@@ -184,7 +183,7 @@ class StoredWeight(Whole):
         Args:
             master: In float32, as it was before the step.
         """
-        if not isinstance(self.quantizer, TensorQuantizer):
+        if self.quantizer.block_dimensions:
             return None
         sizes = jnp.abs(master)
         amax = jnp.max(jnp.where(sizes < jnp.inf, sizes, 0.0), initial=0.0)
@@ -195,7 +194,7 @@ class StoredWeight(Whole):
 
         A power of two, so that a value is rounded to the same one under any of them.
         """
-        if known is None or not isinstance(self.quantizer, TensorQuantizer):
+        if known is None or self.quantizer.block_dimensions:
             return None
         largest = self.quantizer.format.largest
         limit = largest * self.quantized.inverse_scale
@@ -203,7 +202,7 @@ class StoredWeight(Whole):
         amax = jnp.where(amax > 0, amax, _OF_ZEROS)
         amax = _ROOM * jnp.maximum(amax, self.quantizer.amax_epsilon)
         rounded = dataclasses.replace(
-            self.quantizer, power_of_two_scales=True, amax_epsilon=0.0
+            self.quantizer, scales="power of two", amax_epsilon=0.0
         )
         return rounded._scale(jnp.minimum(amax, jnp.finfo(_FLOAT32).max))
 
@@ -277,7 +276,7 @@ def is_stored(node: object) -> bool:
 
 def quantize_weights(
     model: PyTree,
-    quantizer: AbstractQuantizer | None = None,
+    quantizer: Quantizer | None = None,
     *,
     where: LeafPredicate | None = None,
     axis: int = -1,
@@ -410,14 +409,16 @@ def _is_leaf(node: object) -> bool:
 
 
 def _check(quantizer: object, where: object) -> None:
-    if not isinstance(quantizer, AbstractQuantizer):
+    if not isinstance(quantizer, Quantizer):
         raise TypeError(
             f"`quantizer` of {_CALL} must be a quantizer such as "
             f"`mpx.quantization.TensorQuantizer()`; got {describe(quantizer)}."
         )
-    if isinstance(quantizer, NVFP4Quantizer) or quantizer.stochastic_rounding:
+    fits = quantizer.format.has_nan and quantizer.scale_from == "amax"
+    if not fits or quantizer.stochastic_rounding or quantizer.hadamard:
         raise ValueError(
-            f"`quantizer` of {_CALL} must have 8 bits and round to nearest; got "
+            f"`quantizer` of {_CALL} must be of FP8 with scales of the weight, and "
+            "round to nearest; got "
             f"{quantizer}. Use `mpx.quantization.TensorQuantizer()`."
         )
     if where is not None and not callable(where):

@@ -6,13 +6,15 @@ custom recipes, and for arrays that are quantized outside a matmul.
 
 from ._memory import CompressedArray as CompressedArray
 from ._quantize import (
-    AbstractQuantizer as AbstractQuantizer,
     AbstractRecipe as AbstractRecipe,
     BlockQuantizer as BlockQuantizer,
     DelayedScalingState as DelayedScalingState,
+    Leg as Leg,
     MXFP8Quantizer as MXFP8Quantizer,
     NVFP4Quantizer as NVFP4Quantizer,
     QuantizedArray as QuantizedArray,
+    Quantizer as Quantizer,
+    RecipeByLeg as RecipeByLeg,
     Role as Role,
     TensorQuantizer as TensorQuantizer,
     hadamard_transform as hadamard_transform,

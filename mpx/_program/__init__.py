@@ -20,7 +20,7 @@ The only fact about precision here is each primitive's default class. In order:
 """
 
 from .calls import Call, Form, divide, is_array_or_type, named_like
-from .cpu_products import in_cpu_form, multiply_to_float32, with_factor
+from .cpu_products import in_cpu_form, multiply_wide, with_factor
 from .cuts import Box, are_apart, boxes_read, is_covered, is_read_once
 from .equations import (
     FEW_USES,

@@ -55,7 +55,9 @@ def multiply_in_order(
     *,
     says_layout: bool,
 ) -> jax.Array:
-    """Returns the float32 matmul of two bfloat16 operands, in the form for CPUs.
+    """Returns the matmul of two bfloat16 operands in float32, in the form for CPUs.
+
+    That of two int8 operands in int32.
 
     Args:
         left: The left operand.
@@ -80,9 +82,13 @@ def multiply_in_order(
         right,
         ((lc, rc), (lb, rb)),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=_wide(left),
         out_sharding=out_sharding,
     )
+
+
+def _wide(x: AnyArray) -> np.dtype:
+    return _INT32 if x.dtype == _INT8 else _FLOAT32
 
 
 def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
@@ -90,7 +96,8 @@ def _in_order(x: jax.Array, says_layout: bool) -> jax.Array:
     if says_layout:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
     # A barrier may cost a pass; a barrier of bfloat16 would be a pass of float32.
-    bits = lax.optimization_barrier(lax.bitcast_convert_type(x, jnp.uint16))
+    unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    bits = lax.optimization_barrier(lax.bitcast_convert_type(x, unsigned))
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
@@ -339,6 +346,7 @@ def _over_channels(multiply: Multiply, x: Array, w: Array, inputs: int = 0) -> A
 # --- Replacing JAX's matmuls and convolutions -----------------------------------------
 
 _BFLOAT16, _FLOAT32 = np.dtype("bfloat16"), np.dtype("float32")
+_INT8, _INT32 = np.dtype("int8"), np.dtype("int32")
 
 
 def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
@@ -348,17 +356,18 @@ def in_cpu_form(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> JaxprEqn:
     return equation.replace(primitive=twin) if is_taken else equation
 
 
-def multiply_to_float32(
+def multiply_wide(
     left: AnyArray, right: AnyArray, dimension_numbers: DimensionNumbers
 ) -> Array:
-    """Returns the float32 matmul of two bfloat16 operands, in the form for CPUs.
+    """Returns the matmul of two bfloat16 operands in float32, in the form for CPUs.
 
-    Dimension numbers are as of `jax.lax.dot_general`. It must not be differentiated.
+    That of two int8 operands in int32. Dimension numbers are as of
+    `jax.lax.dot_general`. It must not be differentiated.
     """
 
     def product(left: AnyArray, right: AnyArray) -> Array:
         return lax.dot_general(
-            left, right, dimension_numbers, preferred_element_type=_FLOAT32
+            left, right, dimension_numbers, preferred_element_type=_wide(left)
         )
 
     return _replayed(_TWINS[dot_general_p], dot_general_p, product, left, right)
@@ -388,14 +397,15 @@ def _convolution(says_layout: bool, left: Array, right: Array, **params: Any) ->
 
 
 def _is_taken(left: Array, right: Array, params: dict[str, Any]) -> bool:
-    """Returns whether a matmul is of bfloat16, without a requested algorithm.
+    """Returns whether a matmul is of bfloat16 or int8, without a requested algorithm.
 
     An emitted program may be rewritten in another dtype, as any program.
     """
     algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
-    is_half = left.dtype == right.dtype == _BFLOAT16
-    is_known = params["preferred_element_type"] in (None, _BFLOAT16, _FLOAT32)
-    return is_half and is_known and not isinstance(params["precision"], algorithms)
+    kinds = {_BFLOAT16: (None, _BFLOAT16, _FLOAT32), _INT8: (_INT32,)}
+    known = kinds.get(left.dtype, ()) if left.dtype == right.dtype else ()
+    is_known = params["preferred_element_type"] in known
+    return is_known and not isinstance(params["precision"], algorithms)
 
 
 # --- Matmuls with a factor ------------------------------------------------------------

@@ -49,25 +49,33 @@ from ._products._linear import (
 )
 from ._products._lowering import UNITS, Path
 from ._products._operands import has_blocks, rounds_stochastically
-from ._products._paths import formats_of, path_of
+from ._products._paths import LegPath, legs_of, legs_text
 from ._products._product import AbstractProduct, PrequantizedWeight, quantized_product
 from ._quantizers._array import HalfCopy, QuantizedArray, Stored
-from ._quantizers._casting import amax_in_parts, amax_of
-from ._quantizers._delayed import DelayedScaling, DelayedScalingState, filled
+from ._quantizers._casting import AbstractKernel, amax_in_parts, amax_of
+from ._quantizers._delayed import (
+    DelayedScaling,
+    DelayedScalingState,
+    RecipeByLeg,
+    filled,
+)
 from ._quantizers._kinds import (
-    AbstractKernel,
-    AbstractQuantizer,
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     TensorQuantizer,
 )
 from ._quantizers._quantize import quantize, quantize_dequantize
 from ._quantizers._recipes import (
+    LEGS,
     AbstractRecipe,
     CustomRecipe,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Int8CurrentScaling,
+    Leg,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Role,

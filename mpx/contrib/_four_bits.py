@@ -24,8 +24,8 @@ from jaxtyping import Array
 from .._quantize import (
     Format,
     Join,
-    NVFP4Quantizer,
     QuantizedArray,
+    Quantizer,
     encode,
     flushed,
     hashed,
@@ -71,7 +71,7 @@ class _Copy(NamedTuple):
     rounded_to: np.dtype | None
 
     @classmethod
-    def of(cls, quantizer: NVFP4Quantizer, rounded_to: np.dtype | None) -> "_Copy":
+    def of(cls, quantizer: Quantizer, rounded_to: np.dtype | None) -> "_Copy":
         """Returns the copy that a quantizer makes."""
         signs = signs_of(quantizer.signs) if quantizer.hadamard else None
         return cls(signs, quantizer.stochastic_rounding, rounded_to)
@@ -79,7 +79,7 @@ class _Copy(NamedTuple):
 
 def quantize_four_bits(
     x: Array,
-    quantizers: tuple[NVFP4Quantizer, NVFP4Quantizer],
+    quantizers: tuple[Quantizer, Quantizer],
     dtype: np.dtype,
     axes: tuple[int, int],
     join: Join,

@@ -12,12 +12,10 @@ from jaxtyping import Array
 from .._base.typing import Shape
 from .._quantize import (
     AbstractKernel,
-    AbstractQuantizer,
     Format,
     Join,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
     QuantizedArray,
+    Quantizer,
     e8m0_code,
     e8m0_from_code,
     e8m0_scale,
@@ -163,7 +161,7 @@ class PallasKernel(AbstractKernel):
     def quantize(
         self,
         x: Array,
-        quantizers: tuple[AbstractQuantizer, AbstractQuantizer],
+        quantizers: tuple[Quantizer, Quantizer],
         dtype: np.dtype,
         axes: tuple[int, int],
         join: Join,
@@ -173,10 +171,9 @@ class PallasKernel(AbstractKernel):
     ) -> tuple[QuantizedArray, QuantizedArray]:
         """Returns both copies of an operand; see `AbstractKernel`."""
         first, second = quantizers
-        if isinstance(first, MXFP8Quantizer):
+        if first.scales == "e8m0":
             return quantize_eight_bits(x, first.format, dtype, axes, rounded_to)
-        assert isinstance(first, NVFP4Quantizer)  # Only these two recipes have kernels.
-        assert isinstance(second, NVFP4Quantizer)
+        # Only two recipes have kernels, and the other one is NVFP4.
         return quantize_four_bits(
             x, (first, second), dtype, axes, join, step=step, rounded_to=rounded_to
         )

@@ -107,12 +107,29 @@ def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
 def block_maximum(
     x: Array, axes: Axes, block: int, largest: Callable[..., Array] = largest_magnitude
 ) -> Array:
-    """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty."""
+    """Returns each block's largest magnitude; NaN if it has a NaN, 0 if empty.
+
+    A block of length 0 has all numbers along the axis, of which one is left.
+    """
+    if not block:
+        return jnp.expand_dims(largest(x, axes), axes)
     return largest(split(x, axes, block), inner_axes(x.ndim, axes))
+
+
+def in_blocks(x: Array, axes: Axes, block: int) -> Array:
+    """Returns an array with the numbers of each block along its last axis."""
+    if block:
+        x, inside = split(x, axes, block), inner_axes(x.ndim, axes)
+    else:
+        inside = axes or tuple(range(x.ndim))
+    x = jnp.moveaxis(x, inside, tuple(range(-len(inside), 0)))
+    return x.reshape(*x.shape[: x.ndim - len(inside)], -1)
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:
     """Multiplies each block by its factor, in the shape of `x`."""
+    if not block:
+        return x * factors
     factors = jnp.expand_dims(factors, inner_axes(x.ndim, axes))
     return (split(x, axes, block) * factors).reshape(x.shape)
 
@@ -170,22 +187,21 @@ def scale_from_amax(
 def e8m0_code(amax: Float32[Array, "..."], format: Format) -> Array:
     """Returns the exponent of amax / MAX rounded up, as int32 with a bias of 127.
 
-    MAX is 1.75 times a power of two in E4M3 and in E5M2. So the quotient exceeds the
-    power of two of the exponents' difference exactly if the mantissa of amax exceeds
-    1.75: without a division, there is no rounding.
+    The quotient exceeds the power of two of the exponents' difference exactly if the
+    mantissa of amax exceeds that of MAX: without a division, there is no rounding.
 
     Args:
         amax: The largest magnitudes.
-        format: E4M3 or E5M2.
+        format: The format, which has MAX.
 
     Returns:
         Codes from 1 to 253, whose inverses are normal numbers too; 1 for zero. 255 for
         infinity and NaN, which is NaN in E8M0.
     """
     mantissa = lax.bitcast_convert_type(amax, jnp.uint32) & 0x7FFFFF
-    largest_exponent = {Format.E4M3: 8, Format.E5M2: 15}[format]
-    above = (mantissa > 0x600000).astype(jnp.int32)
-    code = biased_exponent(amax) - largest_exponent + above
+    largest = int(np.float32(format.largest).view(np.int32))
+    above = (mantissa > (largest & 0x7FFFFF)).astype(jnp.int32)
+    code = biased_exponent(amax) - ((largest >> 23) - 127) + above
     return jnp.where(amax < jnp.inf, jnp.clip(code, 1, 253), 255)
 
 
@@ -205,14 +221,18 @@ def e8m0_scale(code: Array) -> Float32[Array, "..."]:
     return jnp.where(code == 255, jnp.nan, power_of_two(254 - jnp.minimum(code, 253)))
 
 
-def nvfp4_tensor_scale(amax: Float32[Array, ""]) -> Float32[Array, ""]:
+def nvfp4_tensor_scale(
+    amax: Float32[Array, ""], format: Format = Format.E2M1, largest_scale: float = 448.0
+) -> Float32[Array, ""]:
     """Returns the scale that makes the largest block scale 448: 448 * 6 / amax."""
-    largest = Format.E4M3.largest * Format.E2M1.largest
+    largest = largest_scale * format.largest
     return scale_from_amax(amax, largest, limit=_LARGEST_NVFP4_SCALE)
 
 
 def nvfp4_block_inverse_scale(
-    block_amax: Float32[Array, "..."], tensor_scale: Float32[Array, ""]
+    block_amax: Float32[Array, "..."],
+    tensor_scale: Float32[Array, ""],
+    format: Format = Format.E2M1,
 ) -> Float32[Array, "..."]:
     """Returns the inverse scales of blocks: E4M3 numbers, in units of the tensor's.
 
@@ -220,7 +240,7 @@ def nvfp4_block_inverse_scale(
     turns it into a multiplication by the rounded 1/6 (jax 0.10.2, November 2026), and
     codes would differ from those of eager operations.
     """
-    wanted = block_amax * (tensor_scale * np.float32(1 / Format.E2M1.largest))
+    wanted = block_amax * (tensor_scale * np.float32(1 / format.largest))
     return round_to_format(wanted, Format.E4M3)
 
 

@@ -8,6 +8,8 @@ normal one:
     E5M2: 5 bits of exponent, 2 of mantissa, infinities and NaNs as in IEEE 754
     E2M1: 2 bits of exponent, 1 of mantissa, neither infinity nor NaN
 
+`INT8` has the integers from -127 to 127, so that negation is exact.
+
 `HYBRID` is not a format but a pair: E4M3 in the forward pass, E5M2 for gradients.
 
 Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling Formats
@@ -16,11 +18,20 @@ Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling 
 
 import enum
 import math
+import types
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+_INT8 = types.SimpleNamespace(
+    dtype=np.dtype("int8"),
+    bits=8,
+    max=127,
+    smallest_normal=1,
+    smallest_subnormal=1,
+    nmant=7,
+)
 _E4M3, _E5M2, _E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 
 
@@ -32,6 +43,7 @@ class Format(enum.Enum):
     | `E4M3` | 4, 3 | 448 | $2^{-6}$ | $2^{-9}$ | no | yes |
     | `E5M2` | 5, 2 | 57344 | $2^{-14}$ | $2^{-16}$ | yes | yes |
     | `E2M1` | 2, 1 | 6 | 1 | 0.5 | no | no |
+    | `INT8` | integers | 127 | 1 | 1 | no | no |
     | `HYBRID` | E4M3 forward, E5M2 backward | | | | | |
 
     Members are constants: hashable, compared by identity, the same after pickling.
@@ -51,6 +63,7 @@ class Format(enum.Enum):
     E5M2 = (_E5M2, _E5M2)
     HYBRID = (_E4M3, _E5M2)
     E2M1 = (_E2M1, _E2M1)
+    INT8 = ("int8", "int8")
 
     @property
     def forward(self) -> "Format":
@@ -88,14 +101,24 @@ class Format(enum.Enum):
         return float(self._info.smallest_subnormal)
 
     @property
-    def _info(self) -> np.finfo:
+    def has_exponent(self) -> bool:
+        """Whether it is one format of floats."""
+        return self not in (Format.HYBRID, Format.INT8)
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether it has a NaN; else the scale shows one."""
+        return self in (Format.E4M3, Format.E5M2)
+
+    @property
+    def _info(self) -> Any:
         """The numbers of bits of exponent and mantissa, and the range."""
         if self is Format.HYBRID:
             raise ValueError(
                 "`mpx.Format.HYBRID` is two formats and has no such property; use "
                 "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
             )
-        return ml_dtypes.finfo(self.value[0])
+        return _INT8 if self is Format.INT8 else ml_dtypes.finfo(self.value[0])
 
     def __repr__(self) -> str:
         return f"<Format.{self.name}>"
@@ -130,22 +153,36 @@ def single_format(format: Format, caller: str) -> Format:
 # --- Checks of the options of quantizers and recipes, which are frozen dataclasses ----
 
 
-def check_format(quantizer: Any) -> None:
-    """Raises unless the field `format` is one format of 8 bits."""
-    name = f"`format` of `{_public_name(quantizer)}`"
-    if single_format(quantizer.format, name).bits != 8:
+def check_format(format: Format, name: str) -> Format:
+    """Returns a quantizer's format; raises unless it is one of 8 bits with floats."""
+    caller = f"`format` of `mpx.quantization.{name}`"
+    if single_format(format, caller).bits != 8 or not format.has_nan:
         raise ValueError(
-            f"{name} must have 8 bits; got {quantizer.format}. Use "
+            f"{caller} must be `mpx.Format.E4M3` or `mpx.Format.E5M2`; got {format!r}. "
+            "Use `mpx.quantization.Quantizer` for another one, "
             "`mpx.quantization.NVFP4Quantizer` for 4 bits."
         )
+    return format
 
 
-def check_dimensions(quantizer: Any) -> None:
-    """Raises `ValueError` unless the field `block_dimensions` is 1 or 2."""
-    if quantizer.block_dimensions not in (1, 2):
+def check_dimensions(block_dimensions: int, name: str) -> int:
+    """Returns a quantizer's option; raises `ValueError` unless it is 1 or 2."""
+    if block_dimensions not in (1, 2):
         raise ValueError(
-            f"`block_dimensions` of `{_public_name(quantizer)}` must be 1 or 2; "
-            f"got {quantizer.block_dimensions!r}."
+            f"`block_dimensions` of `mpx.quantization.{name}` must be 1 or 2; got "
+            f"{block_dimensions!r}."
+        )
+    return block_dimensions
+
+
+def check_choice(options: object, name: str, among: tuple[object, ...]) -> None:
+    """Raises `ValueError` unless a field is one of these values."""
+    value = getattr(options, name)
+    if value not in among:
+        *most, last = map(repr, among)
+        raise ValueError(
+            f"`{name}` of `{_public_name(options)}` must be {', '.join(most)} or "
+            f"{last}; got {value!r}."
         )
 
 

@@ -288,6 +288,12 @@ def up_or_down(steps: Array, lower: Array, draws: Array) -> Array:
     return lower + (draws < steps - lower).astype(jnp.float32)
 
 
+def to_int8(x: Float32[Array, "..."], key: Key | None = None) -> Array:
+    """Rounds to integers from -127 to 127, in int8; NaN, which it lacks, becomes 0."""
+    rounded = round_finite(x, Format.INT8, to_integers(key))
+    return lax.select(lax.eq(x, x), rounded, lax.full_like(x, 0)).astype(jnp.int8)
+
+
 def round_finite(
     x: Array, format: Format, to_integers: Callable[[Array], Array]
 ) -> Array:
@@ -296,8 +302,10 @@ def round_finite(
     Args:
         x: Values in float32.
         format: Any format except `HYBRID`.
-        to_integers: Rounds non-negative values to integers.
+        to_integers: Rounds values to integers.
     """
+    if format is Format.INT8:
+        return to_integers(lax.clamp(np.float32(-127), x, np.float32(127)))
     info = format._info
     # Operations of `lax`: a trace takes four times as long with those of `jnp`.
     largest, smallest = np.float32(format.largest), np.int32(127 + info.minexp)

@@ -20,8 +20,7 @@ from jaxtyping import Array
 
 from .._formats._blocks import refuse_batching
 from .._quantizers._array import QuantizedArray
-from .._quantizers._kinds import TensorQuantizer
-from .._quantizers._recipes import AbstractRecipe, Role
+from .._quantizers._recipes import AbstractRecipe, Leg, Role
 from ._linear import ConvolutionProduct, LinearProduct
 from ._product import AbstractProduct, PrequantizedWeight
 
@@ -36,10 +35,12 @@ def may_travel(product: AbstractProduct) -> bool:
         return False
     recipe: AbstractRecipe = product.recipe
     quantizer = recipe.quantizer(Role.WEIGHT)
+    for_dgrad = recipe.quantizer(Role.WEIGHT, leg=Leg.DGRAD)
     return (
-        isinstance(quantizer, TensorQuantizer)
+        quantizer is not None
+        and not quantizer.block_dimensions
         and not quantizer.stochastic_rounding
-        and recipe.backward_override != "high_precision"
+        and (quantizer == for_dgrad or recipe.backward_override == "dequantized")
     )
 
 
@@ -78,8 +79,9 @@ def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
     if not may_travel(product):
         return False
     quantizer = product.recipe.quantizer(Role.WEIGHT)
-    assert isinstance(quantizer, TensorQuantizer)  # `may_travel`
-    return quantizer.format is stored.format
+    assert quantizer is not None  # `may_travel`
+    has_scale = isinstance(quantizer.scale_from, str)  # and no constant one
+    return has_scale and quantizer.format is stored.format
 
 
 def stored_ahead(

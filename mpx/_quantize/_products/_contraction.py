@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from ..._base.typing import Length, Shape
 from .._formats._format import Format
+from .._formats._rounding import largest_magnitude
 from .._quantizers._array import QuantizedArray
 
 Axes = tuple[int, ...]
@@ -59,6 +60,31 @@ class Contraction(NamedTuple):
         order += range(batch, batch + right)
         permutation = tuple(order[axis] for axis in self.permutation)
         return Contraction(((rc, lc), (rb, lb)), permutation)
+
+    @property
+    def contracted(self) -> tuple[Axes, Axes]:
+        """The axes of left and of right that are summed."""
+        return self.dimension_numbers[0]
+
+    def placed(self, scale: Array, side: int, ranks: tuple[int, int]) -> Array:
+        """Returns an operand's scale in the axes of the result, not permuted.
+
+        Args:
+            scale: A scalar, or of length 1 along contracted axes.
+            side: 0 for the left operand, 1 for the right one.
+            ranks: The ranks of both.
+        """
+        if not scale.ndim:
+            return scale
+        contracted, batch = (pair[side] for pair in self.dimension_numbers)
+        free = _free(ranks[side], contracted, batch)
+        others = ranks[1 - side] - len(contracted) - len(batch)
+        lengths = [scale.shape[axis] for axis in batch]
+        here = [scale.shape[axis] for axis in free]
+        parts = [here, [1] * others] if side == 0 else [[1] * others, here]
+        return scale.transpose(*batch, *free, *contracted).reshape(
+            *lengths, *parts[0], *parts[1]
+        )
 
     @property
     def is_ordered(self) -> bool:
@@ -248,6 +274,21 @@ def quantized_in_groups(
     payload = _with_starts(whole.payload, starts.payload, sizes, block)
     whole = dataclasses.replace(whole, payload=payload)
     return GroupedArray(whole, starts.inverse_scale, sizes)
+
+
+def amax_of_groups(sizes: Sizes, amax: Array) -> Array:
+    """Returns for each row the largest amax of its group.
+
+    Args:
+        sizes: The number of rows of each group, [*batch, groups] or [groups].
+        amax: The amax of each row, [*batch, rows, 1].
+    """
+    ends = jnp.expand_dims(jnp.cumsum(sizes, axis=-1), -2)
+    row = lax.broadcasted_iota(jnp.int32, (amax.shape[-2], 1), 0)
+    is_in = (row < ends) & (row >= ends - jnp.expand_dims(sizes, -2))
+    of_groups = largest_magnitude(jnp.where(is_in, amax, 0), (amax.ndim - 2,))
+    found = jnp.where(is_in, jnp.expand_dims(of_groups, -2), 0)
+    return largest_magnitude(found, (found.ndim - 1,))[..., None]
 
 
 def _late_rows(sizes: Sizes, rows: Length, block: int) -> tuple[Array, Array]:

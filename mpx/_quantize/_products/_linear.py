@@ -20,7 +20,7 @@ from jaxtyping import Array
 from ..._base.jax_compat import as_varying, varying_axes
 from ..._base.typing import AnyArray, Shape
 from ..._program import flat
-from .._quantizers._recipes import Role
+from .._quantizers._recipes import Leg, Role
 from ._contraction import (
     DimensionNumbers,
     LinearContractions,
@@ -32,13 +32,14 @@ from ._lowering import (
     Operand,
     apart,
     has_units,
+    in_leg,
     multiply,
     numbers_and_scale,
     stored,
     times_scales,
 )
-from ._operands import Copies, has_blocks, kernel_of
-from ._product import AbstractProduct, Extra, Residuals, without_padding
+from ._operands import Copies, folded, has_blocks, kernel_of
+from ._product import AbstractProduct, Extra, Factors, Residuals, without_padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,20 @@ class LinearProduct(AbstractProduct):
         """Returns the contractions of data and weight of these ranks."""
         return contractions(self.dimension_numbers, *self._ordered(*ranks))
 
+    def _folded(self, kept: Residuals) -> tuple[Residuals, Factors]:
+        numbers = self._contractions((kept.data.ndim, kept.weight.ndim))
+        # The axes of the right operand in dx or dw of the left one, and vice versa.
+        of_left, of_right = (
+            numbers.for_right.contracted[0],
+            numbers.for_left.contracted[1],
+        )
+        of_data, of_weight = self._ordered(of_left, of_right)
+        quantizer = functools.partial(self.recipe.quantizer, Role.GRADIENT)
+        weight, for_data = folded(kept.weight, of_weight, quantizer(leg=Leg.DGRAD))
+        data, for_weight = folded(kept.data, of_data, quantizer(leg=Leg.WGRAD))
+        kept = dataclasses.replace(kept, data=data, weight=weight)
+        return kept, (for_data, for_weight)
+
     def _has_units(self, x: Operand, w: Operand) -> bool:
         numbers = self._contractions((x.ndim, w.ndim))
         return has_units(*self._ordered(x, w), numbers.forward, self.target)
@@ -103,7 +118,7 @@ class LinearProduct(AbstractProduct):
         contracted, _ = self._ordered(*forward.dimension_numbers[0])
         x = apart(x, w, contracted, self.target)
         product = functools.partial(multiply, target=self.target, half=self.dtype)
-        y = product(*self._ordered(x, w), forward, self.dtype, is_backward=False)
+        y = product(*self._ordered(x, w), forward, self.dtype, leg=Leg.FORWARD)
         # Square blocks also pad axes that are not contracted.
         shape = product_shape(self.dimension_numbers, *self._ordered(*shapes))
         return without_padding(y, shape)
@@ -117,18 +132,21 @@ class LinearProduct(AbstractProduct):
         for_left, for_right = self._ordered(for_data, for_weight)
         if not has_units(for_left, right, numbers.for_left, self.target):
             for_left, for_right = stored(for_left, for_right)
-        product = functools.partial(
-            multiply, target=self.target, half=self.dtype, is_backward=True
+        product = functools.partial(multiply, target=self.target, half=self.dtype)
+        to_data = functools.partial(product, dtype=self.dtype, leg=Leg.DGRAD)
+        to_weight = functools.partial(
+            product,
+            dtype=self.weight_gradient_dtype,
+            is_summed=self.reduce_dtype is not None,
+            leg=Leg.WGRAD,
         )
-        is_summed = self.reduce_dtype is not None
-        gives = (self.dtype, False), (self.weight_gradient_dtype, is_summed)
-        left_gives, right_gives = self._ordered(*gives)
+        to_left, to_right = self._ordered(to_data, to_weight)
 
         def of_left(operand: Operand) -> Array:
-            return product(operand, right, numbers.for_left, *left_gives)
+            return to_left(operand, right, numbers.for_left)
 
         def of_right(operand: Operand) -> Array:
-            return product(left, operand, numbers.for_right, *right_gives)
+            return to_right(left, operand, numbers.for_right)
 
         if self._has_copies_for_each_product():
             of_data, of_weight = self._ordered(of_left, of_right)
@@ -144,9 +162,13 @@ class LinearProduct(AbstractProduct):
 
         It quantizes along two axes for the two products of a gradient, and computes
         that of the weight at the end of the step: 16.3 instead of 9.7 GB for a Llama of
-        8 layers under NVFP4, compiled for a B200 (jaxlib 0.10.2, November 2026).
+        8 layers under NVFP4, compiled for a B200 (jaxlib 0.10.2, November 2026). Copies
+        with scales of rows are smaller. Their products are scaled in the kernels that
+        read them, which a barrier would prevent: 1.1 of the 24 GB of an MLP's step.
         """
-        is_on_gpu = self.target.platform == "cuda" and has_blocks(self.recipe)
+        quantizers = self.recipe._quantizers()
+        in_blocks = any(x.block_dimensions and not x._is_folded for x in quantizers)
+        is_on_gpu = self.target.platform == "cuda" and in_blocks
         return is_on_gpu and kernel_of(self.recipe, self.target) is None
 
 
@@ -190,7 +212,8 @@ class AbstractDequantizedProduct(AbstractProduct):
     ) -> Array:
         left, right = zip((x, w), shapes, strict=True)
         multiply = functools.partial(self._multiply, extra)
-        return _multiplied(self, multiply, left, right, self.dtype)[0]
+        of = self, Leg.FORWARD, multiply
+        return _multiplied(*of, left, right, self.dtype)[0]
 
     def _backward(
         self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
@@ -201,15 +224,16 @@ class AbstractDequantizedProduct(AbstractProduct):
         to_data = functools.partial(self._for_data, kept)
         to_weight = functools.partial(self._for_weight, kept)
         dtypes = self.dtype, self.weight_gradient_dtype
-        dw, for_data = _multiplied(
-            self, to_weight, data, (for_weight, shape), dtypes[1], for_data
-        )
-        dx, _ = _multiplied(self, to_data, (for_data, shape), weight, dtypes[0])
+        of = self, Leg.WGRAD, to_weight
+        dw, for_data = _multiplied(*of, data, (for_weight, shape), dtypes[1], for_data)
+        of = self, Leg.DGRAD, to_data
+        dx, _ = _multiplied(*of, (for_data, shape), weight, dtypes[0])
         return dx, dw
 
 
 def _multiplied(
     product: AbstractDequantizedProduct,
+    leg: Leg,
     multiply: Callable[[Array, Array, lax.PrecisionLike], Array],
     left: tuple[Operand, Shape],
     right: tuple[Operand, Shape],
@@ -230,7 +254,8 @@ def _multiplied(
     one, one_scale = numbers_and_scale(one)
     other, other_scale = numbers_and_scale(other)
     one, other = without_padding(one, left[1]), without_padding(other, right[1])
-    y = multiply(one.astype(inner), other.astype(inner), precision)
+    with in_leg(leg):
+        y = multiply(one.astype(inner), other.astype(inner), precision)
     if later is not None and product.target.is_met:
         y, later = lax.optimization_barrier((y, later))
     return times_scales(y, one_scale, other_scale).astype(dtype), later

@@ -6,7 +6,9 @@ The paths differ in the computation of a matmul, not in its quantized operands:
                   bfloat16 operands on a CPU, if those hold the values exactly
     half          the same operands, rounded to half precision if they are not already
                   half-precision values; sums in float32
-    FP8 units     FP8 operands with one scale each (CUDA from 8.9 on, TPU7x)
+    FP8 units     FP8 operands whose scales multiply the result (CUDA 8.9, TPU7x, later)
+    int8 units    the same of integers, with sums in int32 (TPUs from v5e to v6e, CUDA
+                  from 8.0 to 10.0)
     block units   operands in blocks with their scales (MXFP8, NVFP4, CUDA from 10.0 on)
 
 The last two are patterns that XLA recognizes, and are written exactly in its form: a
@@ -14,6 +16,7 @@ division by a scale, or a scale after a cast, would be a separate pass. On other
 platforms the same program takes the emulated path: see `on_target`.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -27,10 +30,11 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ..._base.jax_compat import as_varying, varying_axes
-from ..._program import multiply_to_float32
+from ..._program import data_scope, multiply_wide
 from .._formats._format import Format
 from .._formats._target import Target
 from .._quantizers._array import QuantizedArray
+from .._quantizers._recipes import Leg
 from ._contraction import Axes, Contraction, GroupedArray, padded
 
 # --- MXFP8 and NVFP4: block-scaled matmuls --------------------------------------------
@@ -52,10 +56,11 @@ def have_block_form(
     if not target.has_block_units or not left._is_rotated_like(right):
         return False
     dtypes = {str(one.inverse_scale.dtype) for one in (left, right)}
-    blocks = {left.block, right.block}
+    blocks, formats = {left.block, right.block}, {left.format, right.format}
     if blocks == {32} and dtypes == {"float8_e8m0fnu"}:
-        return Format.E4M3 in (left.format, right.format)
-    return blocks == {16} and dtypes == {"float8_e4m3fn"}
+        return Format.E4M3 in formats <= {Format.E4M3, Format.E5M2}
+    is_nvfp4 = formats == {Format.E2M1} and dtypes == {"float8_e4m3fn"}
+    return is_nvfp4 and blocks == {16}
 
 
 def in_blocks(
@@ -148,11 +153,17 @@ class Path(enum.Enum):
     EMULATED = "emulated"
     HALF = "dequantized"
     FP8_UNITS = "FP8 units"
+    INT8_UNITS = "int8 units"
     BLOCK_UNITS = "block-scaled units"
 
 
-UNITS = (Path.FP8_UNITS, Path.BLOCK_UNITS)
+UNITS = (Path.FP8_UNITS, Path.INT8_UNITS, Path.BLOCK_UNITS)
 """The paths of products that are computed with the bits of their operands."""
+
+
+def in_leg(leg: Leg) -> contextlib.AbstractContextManager[object]:
+    """Returns a scope that marks the equations of a matmul with its leg."""
+    return data_scope(f"quantized_{leg.value}", leg)
 
 
 def multiply(
@@ -164,7 +175,7 @@ def multiply(
     *,
     target: Target,
     half: np.dtype,
-    is_backward: bool,
+    leg: Leg,
 ) -> Array:
     """Multiplies two operands, quantized or not.
 
@@ -178,8 +189,7 @@ def multiply(
         target: The device.
         half: The dtype for matmuls of dequantized operands on devices that are fast in
             it.
-        is_backward: Whether the matmul is part of a backward pass, whose sums are kept
-            in full float32.
+        leg: Which matmul it is. The sums of a backward pass are in full float32.
 
     Returns:
         The product, permuted.
@@ -189,10 +199,11 @@ def multiply(
         return dequantized(left, right, inner=np.dtype("float32"))
     path = path_of_operands(left, right, contraction, target)
     if path is Path.EMULATED:
-        inner = emulated_in(left, right, target)
-        return dequantized(left, right, inner=inner, is_in_form=inner == jnp.bfloat16)
-    if path is Path.FP8_UNITS:
-        is_cuda = target.platform == "cuda"
+        inner = emulated_in(left, right, contraction, target)
+        is_in_form = inner == jnp.bfloat16
+        fast = functools.partial(dequantized, inner=inner, is_in_form=is_in_form)
+    elif path is Path.FP8_UNITS:
+        is_cuda, is_backward = target.platform == "cuda", leg is not Leg.FORWARD
         fast = functools.partial(
             _in_fp8,
             contraction=contraction,
@@ -200,13 +211,17 @@ def multiply(
             precision=_preset(is_backward) if is_cuda else None,
             stands_alone=is_cuda and not is_backward,
         )
-        if is_summed and is_cuda and dtype == jnp.float32:
+        has_rows = any(isinstance(x, QuantizedArray) and x.axes for x in (left, right))
+        if is_summed and is_cuda and dtype == jnp.float32 and not has_rows:
             fast = functools.partial(_in_fp8_to_sum, contraction=contraction)
+    elif path is Path.INT8_UNITS:
+        fast = functools.partial(_in_int8, contraction=contraction, dtype=dtype)
     elif path is Path.BLOCK_UNITS:
         fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
     else:
         fast = functools.partial(dequantized, inner=half)
-    return fast(left, right)
+    with in_leg(leg):
+        return fast(left, right)
 
 
 def path_of_operands(
@@ -220,47 +235,68 @@ def path_of_operands(
         contraction: The contraction.
         target: The device.
     """
-    if target.platform == "cpu":
-        return Path.EMULATED
+    without = Path.EMULATED if target.platform == "cpu" else Path.HALF
     if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
-        return Path.HALF
-    if left.axes or right.axes:
-        return Path.BLOCK_UNITS if have_block_form(left, right, target) else Path.HALF
+        return without
+    if not _are_scaled_outside(left, right, contraction):
+        return Path.BLOCK_UNITS if have_block_form(left, right, target) else without
+    formats = {left.format, right.format}
+    if formats == {Format.INT8}:
+        return Path.INT8_UNITS if target.has_int8_units else without
     # cuBLAS cannot multiply E5M2 by E5M2, and XLA has no FP8 matrix-vector product.
-    both_wide = left.format is Format.E5M2 and right.format is Format.E5M2
+    is_fp8 = formats <= {Format.E4M3, Format.E5M2} and formats != {Format.E5M2}
     rows, columns, _ = contraction.sizes(left.shape, right.shape)
-    if target.has_fp8_units and not both_wide and min(rows, columns) > 1:
+    if target.has_fp8_units and is_fp8 and min(rows, columns) > 1:
         return Path.FP8_UNITS
-    return Path.HALF
+    return without
 
 
-def emulated_in(left: object, right: object, target: Target) -> np.dtype:
+def emulated_in(
+    left: object, right: object, contraction: Contraction, target: Target
+) -> np.dtype:
     """Returns the dtype of the operands of an emulated matmul.
 
-    bfloat16 if that is fast and represents all their values, else float32. Block scales
-    are part of these values, the scale of a whole tensor is not.
+    bfloat16 if that is fast and represents all their values, else float32. Scales of
+    blocks are part of these values; those that multiply the result are not.
 
     Args:
         left: The left operand, or its `jax.eval_shape`.
         right: The same for the right operand.
+        contraction: The contraction.
         target: The device.
     """
     rotated = _are_rotated_alike(left, right)
-    has_all = all(_is_bfloat16(operand, rotated) for operand in (left, right))
+    has_all = all(
+        _is_bfloat16(operand, axes, rotated)
+        for operand, axes in zip((left, right), contraction.contracted, strict=True)
+    )
     return np.dtype(jnp.bfloat16 if target.wants_cpu_form and has_all else jnp.float32)
 
 
-def _is_bfloat16(operand: object, rotated: bool) -> bool:
+def _is_bfloat16(operand: object, contracted: Axes, rotated: bool) -> bool:
     """Returns whether bfloat16 represents all values of an operand.
 
-    bfloat16 has 8 binary digits; E4M3 has 4, E5M2 has 3, and E2M1 times the scales of
-    NVFP4 has 2 + 4.
+    bfloat16 has 8 binary digits; INT8 has 7, E4M3 has 4, E5M2 has 3, and E2M1 times the
+    scales of NVFP4 has 2 + 4. Powers of two in float32 are not known here.
     """
     if not isinstance(operand, QuantizedArray):
         return getattr(operand, "dtype", None) == jnp.bfloat16
     if operand.rotated and not rotated:
         return False
-    return not operand.axes or operand.inverse_scale.dtype != jnp.float32
+    if operand._is_scaled_outside(contracted):
+        return True
+    scales = operand.inverse_scale.dtype
+    is_short = operand.format is not Format.INT8 or scales == jnp.float8_e8m0fnu
+    return scales != jnp.float32 and is_short
+
+
+def _are_scaled_outside(
+    left: QuantizedArray, right: QuantizedArray, contraction: Contraction
+) -> bool:
+    """Returns whether the scales of both operands multiply the result."""
+    here, there = contraction.contracted
+    is_outside = left._is_scaled_outside(here) and right._is_scaled_outside(there)
+    return is_outside and left._is_rotated_like(right)
 
 
 def _preset(is_backward: bool) -> lax.DotAlgorithmPreset:
@@ -295,7 +331,10 @@ def _in_fp8(
         precision=precision,
         preferred_element_type=inner,
     )
-    scale = left.inverse_scale * right.inverse_scale
+    scale = _scales_of(left, right, contraction)
+    if scale.ndim:  # in the kernels that read the result
+        y = y.astype(jnp.float32) * scale
+        return y.astype(dtype).transpose(contraction.permutation)
     y = (y * scale.astype(inner)).astype(dtype)
     if stands_alone:
         # XLA would fuse a gelu after the matmul into its call. If the backward pass
@@ -306,6 +345,30 @@ def _in_fp8(
         # traffic. The GPT of `benchmarks whole-steps` has such a gelu.
         y = lax.optimization_barrier(y)
     return y.transpose(contraction.permutation)
+
+
+def _in_int8(
+    left: Operand,
+    right: Operand,
+    contraction: Contraction,
+    dtype: np.dtype,
+) -> Array:
+    assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
+    swapped = contraction.swapped(left.ndim, right.ndim)
+    if swapped.is_ordered:
+        left, right, contraction = right, left, swapped
+    y = multiply_wide(left.payload, right.payload, contraction.dimension_numbers)
+    y = y.astype(jnp.float32) * _scales_of(left, right, contraction)
+    return y.astype(dtype).transpose(contraction.permutation)
+
+
+def _scales_of(
+    left: QuantizedArray, right: QuantizedArray, contraction: Contraction
+) -> Array:
+    """Returns the product of scales that multiply a result, not permuted."""
+    ranks = left.ndim, right.ndim
+    one, other = left._outer_scale(), right._outer_scale()
+    return contraction.placed(one, 0, ranks) * contraction.placed(other, 1, ranks)
 
 
 def _in_fp8_to_sum(left: Operand, right: Operand, contraction: Contraction) -> Array:
@@ -341,15 +404,17 @@ def _dequantized(
     is_in_form: bool = False,
 ) -> Array:
     # A Hadamard transform cancels only if both operands have the same one.
-    rotated = _are_rotated_alike(left, right)
-    left, left_scale = numbers_and_scale(left, rotated=rotated)
-    right, right_scale = numbers_and_scale(right, rotated=rotated)
+    rotated, ranks = _are_rotated_alike(left, right), (left.ndim, right.ndim)
+    (left, left_scale), (right, right_scale) = (
+        numbers_and_scale(operand, rotated=rotated, contracted=axes)
+        for operand, axes in zip((left, right), contraction.contracted, strict=True)
+    )
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
         left = padded(left, here, right.shape[there])
         right = padded(right, there, left.shape[here])
     left, right = left.astype(inner), right.astype(inner)
     if is_in_form:
-        y = multiply_to_float32(left, right, contraction.dimension_numbers)
+        y = multiply_wide(left, right, contraction.dimension_numbers)
     else:
         y = lax.dot_general(
             left,
@@ -358,7 +423,11 @@ def _dequantized(
             precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-    y = times_scales(y, left_scale, right_scale)
+    scales = (
+        None if scale is None else contraction.placed(scale, side, ranks)
+        for side, scale in enumerate((left_scale, right_scale))
+    )
+    y = times_scales(y, *scales)
     return y.transpose(contraction.permutation).astype(dtype)
 
 
@@ -397,7 +466,7 @@ def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
     is_turned = target.transposes_fp8 and contracted != last
     if target.platform != "cuda" or not target.has_fp8_units or is_turned:
         return x
-    if not (isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray)) or x.axes:
+    if not (isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray)) or x.block:
         return x
     payload, _ = lax.optimization_barrier((x.payload, w.inverse_scale))
     return dataclasses.replace(x, payload=payload)
@@ -416,10 +485,12 @@ def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
 
 
 def numbers_and_scale(
-    operand: Operand, *, rotated: bool = False
+    operand: Operand, *, rotated: bool = False, contracted: Axes | None = None
 ) -> tuple[Array, Array | None]:
     """Returns an operand's values and their common factor; see `QuantizedArray`."""
-    if isinstance(operand, QuantizedArray | GroupedArray):
+    if isinstance(operand, QuantizedArray):
+        return operand._factors(rotated=rotated, contracted=contracted)
+    if isinstance(operand, GroupedArray):
         return operand._factors(rotated=rotated)
     return operand, None
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, PyTree
 
 from ..._base.jax_compat import as_varying, traced_for_all, varying_axes
 from ..._base.typing import AnyArray, Shape
+from ..._program import data_scope
 from .._formats._arithmetic import as_bits, as_numbers
 from .._formats._blocks import Join, joined_over
 from .._formats._target import Target, on_target
@@ -120,6 +121,7 @@ def in_automatic_axes(
 
 # Operands without a derivative: the group sizes of ragged matmuls.
 Extra = tuple[Array, ...]
+Factors = tuple[Array | None, Array | None]
 
 
 class Residuals(eqx.Module):
@@ -292,6 +294,10 @@ class AbstractProduct(abc.ABC):
         """
         return self, data, weight, None
 
+    def _folded(self, kept: Residuals) -> tuple[Residuals, Factors]:
+        """Returns what is kept without scales that the gradient's copies have."""
+        return kept, (None, None)
+
     def _copies(
         self, role: Role, step: Array | None = None, extra: Extra = ()
     ) -> Copies:
@@ -308,6 +314,7 @@ class AbstractProduct(abc.ABC):
         role: Role,
         both: bool = True,
         room: int = 1,
+        factors: Factors = (None, None),
     ) -> tuple[Array | None, Operand, Operand | None]:
         """Returns an array's amax and its copies; None for a second that is the first.
 
@@ -318,6 +325,7 @@ class AbstractProduct(abc.ABC):
             role: The role of the array.
             both: Whether the second copy is needed.
             room: The room for parts of the amax.
+            factors: What multiplies the copies before they are quantized.
         """
         # That of a weight is mostly taken elsewhere: see `with_weight_amax`. The length
         # of an axis may be a symbol.
@@ -327,7 +335,7 @@ class AbstractProduct(abc.ABC):
         amax, scale = amax_and_scale(*of, role, x, scales, parts)
         if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
             amax = jnp.zeros_like(amax)
-        copies = self._copies(role, *given)
+        copies = dataclasses.replace(self._copies(role, *given), factors=factors)
         if not both:
             return amax, copies.first(x, scale), None
         first, second = copies.both(x, scale)
@@ -462,8 +470,11 @@ def _forward_rule(
 def _backward_rule(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    run = _inlined_backward if product.target.platform == "tpu" else quantized_backward
-    return run(product, kept, differentiated_once(g))
+    g = differentiated_once(g)
+    if product.target.platform != "tpu":
+        return quantized_backward(product, kept, g)
+    with data_scope("quantized_backward", None):  # the name that the call has
+        return _inlined_backward(product, kept, g)
 
 
 @functools.partial(jax.jit, static_argnames="product")
@@ -477,9 +488,11 @@ def quantized_backward(
 def _backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    kept, g = as_numbers(kept), product._read(g, kept.extra)
+    kept, factors = product._folded(as_numbers(kept))
+    g, role = product._read(g, kept.extra), Role.GRADIENT
+    besides = kept.step, kept.extra
     amax, for_data, for_weight = product._quantized(
-        g, kept.scales, kept.step, kept.extra, role=Role.GRADIENT, room=kept.room
+        g, kept.scales, *besides, role=role, room=kept.room, factors=factors
     )
     for_data, amax = beside_amax(product.target, for_data, amax, is_gradient=True)
     for_weight = for_data if for_weight is None else for_weight

@@ -47,12 +47,13 @@ class QuantizedArray(Whole):
             numbers each along the last of `axes`, the first in the low half.
         inverse_scale: The factor of the payload. One float32 for the tensor; or one for
             each block, the axes in `axes` being shorter by the length of a block:
-            float32, `float8_e8m0fnu` (MXFP8) or `float8_e4m3fn` (NVFP4).
+            float32, `float8_e8m0fnu` (MXFP8) or `float8_e4m3fn` (NVFP4). With
+            `block=0` the axes in `axes` have length 1.
         tensor_inverse_scale: A second factor in float32 (NVFP4), else None.
         format: The format of the payload.
         dtype: The dtype of the quantized array, and of `dequantize()`.
         axes: The axes that blocks are along, negative; empty for one scale.
-        block: The length of a block, 0 for one scale.
+        block: The length of a block; 0 for one scale, or for one along all of `axes`.
         guard: Detects arithmetic on the leaves; None disables this.
         rotated: Whether the payload is of the Hadamard transform of the array.
         signs: The signs of that transform; None for the default ones.
@@ -143,19 +144,43 @@ class QuantizedArray(Whole):
             x = self._rotated_back(x)
         return x.astype(self.dtype)
 
-    def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
-        """Returns the array as float32 values and a factor common to all of them.
+    def _is_scaled_outside(self, contracted: Axes) -> bool:
+        """Returns whether the scales multiply the result of a matmul.
+
+        Args:
+            contracted: The axes that it sums over, not negative.
+        """
+        if not self.axes:
+            return True
+        return not self.block and {x - self.ndim for x in contracted} <= {*self.axes}
+
+    def _outer_scale(self) -> Array:
+        """Returns the scales that multiply a result, in float32."""
+        scale = _float32(self.inverse_scale) if self.axes else self.inverse_scale
+        tensor = self.tensor_inverse_scale
+        return scale if tensor is None else scale * tensor
+
+    def _factors(
+        self, *, rotated: bool, contracted: Axes | None = None
+    ) -> tuple[Array, Array | None]:
+        """Returns the array as float32 values and a factor of all that is summed.
 
         Args:
             rotated: As in `dequantize`.
+            contracted: The axes of a sum, not negative; None: unknown.
 
         Returns:
-            The values, exact except for blocks with float32 scales, and the inverse
-            scale of the tensor; None if the values include all scales.
+            The values, exact except for blocks with float32 scales, and the factor: one
+            number; or as many as there are scales, if these multiply sums over
+            `contracted`. None if the values include all scales.
         """
         numbers = self._numbers()
         if not self.axes:
             return numbers, lax.stop_gradient(self.inverse_scale)
+        if contracted is not None and self._is_scaled_outside(contracted):
+            if self.rotated and not rotated:
+                numbers = self._rotated_back(numbers)
+            return numbers, lax.stop_gradient(self._outer_scale())
         scale = _float32(lax.stop_gradient(self.inverse_scale))
         x = multiply_blocks(numbers, scale, self.axes, self.block)
         if self.rotated and not rotated:

@@ -1,4 +1,4 @@
-"""Quantizes by the device's own cast, if that is known to round correctly.
+"""Quantizes by the device's own cast, if that is known to round correctly, or a kernel.
 
 `round_to_format` rounds by arithmetic, the same on every device. On CUDA with FP8 units
 the cast gives the same result, with less memory traffic: it rounds a float32 number
@@ -16,6 +16,7 @@ One result differs from rounding by arithmetic, which all other devices use: val
 below 2^-126 are not flushed to zero if a scale brings them into range.
 """
 
+import abc
 import dataclasses
 import math
 from typing import Any
@@ -25,22 +26,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from ..._base.typing import Shape
 from .._formats._arithmetic import Arithmetic, arithmetic_of
-from .._formats._blocks import Axes, split
+from .._formats._blocks import Axes, Join, split
 from .._formats._format import Format
 from .._formats._hadamard import BLOCK, rotation
 from .._formats._rounding import Key, flushed, round_finite, to_integers
 from .._formats._target import Target, on_target
-from ._kinds import AbstractQuantizer, NVFP4Quantizer
+from ._array import QuantizedArray
+from ._kinds import Quantizer
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
 
-def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
+def is_cast(quantizer: Quantizer, target: Target) -> bool:
     """Returns whether a device casts where this quantizer rounds."""
     if target.is_met is False:
         return False
-    if isinstance(quantizer, NVFP4Quantizer):
+    if quantizer.format.bits == 4:
         return target.has_block_units
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
 
@@ -218,5 +221,51 @@ CAST, CAST_OF_WEIGHT = _Cast(), _CastOfWeight()
 
 def _to_e2m1(x: Array, key: Key | None) -> Array:
     # By arithmetic: XLA casts through float16, and rounds twice (jax 0.10.2, November
-    # 2026). NaN is in the scales: see `NVFP4Quantizer`.
+    # 2026). NaN is in the scales: see `Quantizer`.
     return round_finite(x, Format.E2M1, to_integers(key)).astype(jnp.float4_e2m1fn)
+
+
+# --- Kernels: both copies of an operand at once ---------------------------------------
+#
+# Only the interface is here. A recipe has a kernel as an object
+# (`mpx.contrib.PallasKernel()`), and mpx does not import its implementation.
+
+
+class AbstractKernel(abc.ABC):
+    """Quantizes an operand of a linear layer for both of its products.
+
+    Part of a recipe: hashable, and compared by value.
+    """
+
+    @abc.abstractmethod
+    def takes(self, shape: Shape) -> bool:
+        """Returns whether the kernel supports arrays of this shape."""
+
+    @abc.abstractmethod
+    def quantize(
+        self,
+        x: Array,
+        quantizers: tuple[Quantizer, Quantizer],
+        dtype: np.dtype,
+        axes: tuple[int, int],
+        join: Join,
+        *,
+        step: Array | None = None,
+        rounded_to: np.dtype | None = None,
+    ) -> tuple[QuantizedArray, QuantizedArray]:
+        """Returns both copies, equal to those of the quantizers.
+
+        Square blocks of 4 bits are packed along the axis of their copy.
+
+        Args:
+            x: Floating matrices, of a supported shape.
+            quantizers: Those of the first copy and of the second. If one has square
+                blocks, both are the same.
+            dtype: The dtype of the result of `dequantize`.
+            axes: The axes of the blocks of the first copy and of the second: -1 and -2
+                in any order.
+            join: Makes the amax of the whole array from that of `x`.
+            step: The number of the training step, from which noise is drawn; None if
+                unknown.
+            rounded_to: A dtype that the values are rounded to first.
+        """

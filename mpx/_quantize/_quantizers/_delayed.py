@@ -7,7 +7,7 @@ has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Protocol, TypeAlias, cast
+from typing import Any, ClassVar, Protocol, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -21,10 +21,11 @@ from .._formats._format import Format, check_flags
 from .._formats._rounding import SMALLEST_FLOAT32, largest_magnitude
 from .._formats._target import Target
 from ._casting import amax_in_parts, amax_of
-from ._kinds import TensorQuantizer
+from ._kinds import Quantizer
 from ._recipes import (
     AbstractRecipe,
     Float8CurrentScaling,
+    Leg,
     Role,
     check_fp8_format,
     format_of,
@@ -171,8 +172,8 @@ class DelayedScaling(AbstractRecipe):
                 f"{self.backward_override!r}. Use `mpx.Float8CurrentScaling`."
             )
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
-        return TensorQuantizer(format_of(self.fp8_format, role))
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
+        return Quantizer(format_of(self.fp8_format, role), scale_from="history")
 
     def _without_state(self) -> AbstractRecipe:
         return Float8CurrentScaling(self.fp8_format)
@@ -226,10 +227,8 @@ class DelayedScaling(AbstractRecipe):
 
     def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
         """Returns the scale of an amax; `otherwise` if that is zero or non-finite."""
-        quantizer = self.quantizer(role)
-        assert isinstance(quantizer, TensorQuantizer)  # overrides are refused
         usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
-        scale = quantizer.format.largest / jnp.where(usable, amax, 1.0)
+        scale = format_of(self.fp8_format, role).largest / jnp.where(usable, amax, 1.0)
         scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
         return jnp.where(usable, scale, otherwise)
 
@@ -240,6 +239,99 @@ class DelayedScaling(AbstractRecipe):
             return history[0]
         chosen = self.amax_compute_algo(history)
         return _one_number(chosen, "The result of `amax_compute_algo`")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeByLeg(AbstractRecipe):
+    r"""Another recipe for each of the three matmuls of a linear layer.
+
+    $$y = Q_1(x)\,Q_1(w) \qquad dx = Q_2(g)\,Q_2(w)^T \qquad dw = Q_3(x)^T\,Q_3(g)$$
+
+    Args:
+        forward: The recipe of the output; None: high precision.
+        dgrad: The recipe of the gradient of the input, or None.
+        wgrad: The recipe of the gradient of the weight, or None.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
+
+    Raises:
+        TypeError: One of them is neither a recipe nor None.
+        ValueError: `backward_override` is set, here or in one of them; or two of them
+            are different recipes with a state, since an array has one state.
+
+    Examples:
+        >>> import mpx
+        >>> from mpx.quantization import Leg, RecipeByLeg, Role
+        >>> fp8 = mpx.Float8CurrentScaling()
+        >>> recipe = RecipeByLeg(forward=fp8, dgrad=fp8, wgrad=None)
+        >>> recipe.quantizer(Role.INPUT, leg=Leg.WGRAD) is None
+        True
+    """
+
+    forward: AbstractRecipe | None = dataclasses.field(default=None, kw_only=True)
+    dgrad: AbstractRecipe | None = dataclasses.field(default=None, kw_only=True)
+    wgrad: AbstractRecipe | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for leg in Leg:
+            recipe = self._of(leg)
+            if not isinstance(recipe, AbstractRecipe | None):
+                raise TypeError(
+                    f"`{leg.value}` of `mpx.quantization.RecipeByLeg` must be a recipe "
+                    f"or None; got {recipe!r}."
+                )
+        recipes = [one for one in map(self._of, Leg) if one is not None]
+        if any(one.backward_override for one in (self, *recipes)):
+            raise ValueError(
+                "`backward_override` of recipes in `mpx.quantization.RecipeByLeg` must "
+                f"be None; got {self!r}. Set `dgrad` and `wgrad` to None instead."
+            )
+        if len({one for one in recipes if one.has_state}) > 1:
+            raise ValueError(
+                "The recipes with a state in `mpx.quantization.RecipeByLeg` must be "
+                f"equal, since an array has one state; got {self!r}."
+            )
+
+    def _of(self, leg: Leg) -> AbstractRecipe | None:
+        return getattr(self, leg.value)
+
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer | None:
+        recipe = self._of(leg)
+        return None if recipe is None else recipe.quantizer(role, leg=leg)
+
+    def _stateful(self) -> Any:
+        """Returns the recipe that has a state, or None."""
+        recipes = (one for one in map(self._of, Leg) if one is not None)
+        return next((one for one in recipes if one.has_state), None)
+
+    @property
+    def has_state(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether one of the recipes has a state."""
+        return self._stateful() is not None
+
+    @property
+    def warm_start(self) -> bool:
+        """Whether a scale of 0 means: compute it from the current array."""
+        return self._stateful().warm_start
+
+    def init(self) -> DelayedScalingState:
+        """Returns the state of a slot before the first step."""
+        return self._stateful().init()
+
+    def update(
+        self, state: DelayedScalingState, amax: Array, role: Role
+    ) -> DelayedScalingState:
+        """Returns the state after a step, from the amax measured in it."""
+        return self._stateful().update(state, amax, role)
+
+    def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
+        return self._stateful()._scale(amax, role, otherwise)
+
+    def _without_state(self) -> AbstractRecipe:
+        legs = {leg.value: self._of(leg) for leg in Leg}
+        return dataclasses.replace(
+            self, **{key: x and x._without_state() for key, x in legs.items()}
+        )
 
 
 def _one_number(value: Array, name: str) -> Array:
@@ -269,6 +361,11 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
         raise TypeError(
             "`scales` of a matmul are only for `mpx.DelayedScaling`; got "
             f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Omit them."
+        )
+    if not recipe._has_history():
+        raise ValueError(
+            f"`mpx.{type(recipe).__name__}` has a state, and no quantizer that uses "
+            "it. Return `mpx.quantization.Quantizer(..., scale_from='history')`."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
     has_roles = shape is not None and len(shape) == 1 and shape[0] % 3 == 0
@@ -305,6 +402,8 @@ def amax_and_scale(
     """
     if scales is None:
         return None, None
+    if not recipe._has_history(role):  # 0 leaves the state as it is
+        return jnp.zeros((), jnp.float32), None
     place, room = _ROLES.index(role), scales.size // len(_ROLES)
     amax = amax_of(target, x) if parts == 1 else amax_in_parts(target, x, parts)
     amax = refuse_batching(join(amax), scales)

@@ -20,14 +20,14 @@ from ..._base.tree import Guard
 from .._formats._blocks import LARGEST_SCALE, Axes, resolve_axes
 from .._formats._rounding import SMALLEST_FLOAT32, flushed
 from ._array import QuantizedArray
-from ._kinds import AbstractQuantizer, Asked
+from ._kinds import Asked, Quantizer
 
 _WIDE = ("float16", "bfloat16", "float32", "float64")
 
 
 def quantize(
     x: Array | np.ndarray,
-    quantizer: AbstractQuantizer,
+    quantizer: Quantizer,
     *,
     axis: int | Sequence[int] = -1,
     key: Array | None = None,
@@ -42,15 +42,14 @@ def quantize(
 
     Args:
         x: An array of float16, bfloat16, float32 or float64 (rounded to float32 first).
-        quantizer: `mpx.quantization.TensorQuantizer`,
-            `mpx.quantization.BlockQuantizer`, `mpx.quantization.MXFP8Quantizer` or
-            `mpx.quantization.NVFP4Quantizer`.
+        quantizer: A `mpx.quantization.Quantizer`, such as
+            `mpx.quantization.TensorQuantizer()`.
         axis: The axis that blocks are along: the one that the matmul will contract. For
             square blocks a pair, or one axis, which means itself and the last of the
             others. Ignored with one scale for the whole array.
         key: A PRNG key; required for stochastic rounding, unused otherwise.
-        scale: The float32 scale of a `mpx.quantization.TensorQuantizer`, one number
-            between $2^{-126}$ and $2^{126}$; by default it is computed from `x`.
+        scale: The float32 scale of a quantizer without blocks, one number between
+            $2^{-126}$ and $2^{126}$; by default it is computed from `x`.
 
     Returns:
         The `QuantizedArray`, whose `dequantize()` has the shape and dtype of `x`.
@@ -78,7 +77,7 @@ def quantize(
 
 def quantize_dequantize(
     x: Array | np.ndarray,
-    quantizer: AbstractQuantizer,
+    quantizer: Quantizer,
     *,
     axis: int | Sequence[int] = -1,
     key: Array | None = None,
@@ -98,8 +97,7 @@ def quantize_dequantize(
         quantizer: The quantizer.
         axis: The axis that blocks are along.
         key: A PRNG key for stochastic rounding.
-        scale: A scale to use instead of the computed one, for
-            `mpx.quantization.TensorQuantizer`.
+        scale: A scale to use instead of the computed one.
 
     Returns:
         An array in the shape and dtype of `x`.
@@ -131,7 +129,7 @@ def _checked(
             f"{call} needs an array; got a `QuantizedArray`. It is already "
             "quantized; `x.dequantize()` returns the array."
         )
-    if not isinstance(quantizer, AbstractQuantizer):
+    if not isinstance(quantizer, Quantizer):
         raise TypeError(
             f"{call} needs a quantizer such as `mpx.quantization.TensorQuantizer()`; "
             f"got {quantizer!r}. From a recipe, use `recipe.quantizer(role)`."
@@ -150,17 +148,16 @@ def _checked(
     scale = None if scale is None else _scalar(scale, quantizer, call)
     x, axes = jnp.asarray(x), ()
     if quantizer.block_dimensions:
-        block, dimensions = quantizer.block, quantizer.block_dimensions
+        block, dimensions = quantizer._multiple, quantizer.block_dimensions
         axes = resolve_axes(x.shape, axis, block, dimensions, call)
     return x, axes, scale
 
 
-def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
+def _scalar(scale: Any, quantizer: Quantizer, call: str) -> Array:
     if quantizer.block_dimensions:
         raise ValueError(
-            f"`scale` of {call} is only for `mpx.quantization.TensorQuantizer`; got "
-            f"one for `{type(quantizer).__name__}`. Omit it: each block computes its "
-            "own."
+            f"`scale` of {call} is only for a quantizer without blocks; got one for "
+            f"{quantizer!r}. Omit it: each block computes its own."
         )
     if jnp.shape(scale):
         raise ValueError(
@@ -179,7 +176,7 @@ def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
 
 
 def _apply(
-    quantizer: AbstractQuantizer,
+    quantizer: Quantizer,
     axes: Axes,
     x: Array,
     scale: Array | None,
@@ -190,7 +187,7 @@ def _apply(
     return quantizer._quantize(numbers, Asked(x.dtype, axes, key, scale))
 
 
-def _round_trip(quantizer: AbstractQuantizer, axes: Axes, *given: Any) -> Array:
+def _round_trip(quantizer: Quantizer, axes: Axes, *given: Any) -> Array:
     return _apply(quantizer, axes, *given).dequantize()
 
 
@@ -199,7 +196,7 @@ _straight_through = jax.custom_jvp(_round_trip, nondiff_argnums=(0, 1))
 
 @_straight_through.defjvp
 def _straight_through_rule(
-    quantizer: AbstractQuantizer, axes: Axes, primals: PyTree, tangents: PyTree
+    quantizer: Quantizer, axes: Axes, primals: PyTree, tangents: PyTree
 ) -> tuple[Array, Array]:
     return _straight_through(quantizer, axes, *primals), tangents[0]
 

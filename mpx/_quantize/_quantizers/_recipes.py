@@ -1,9 +1,9 @@
 """Recipes: which quantizer inputs, weights and gradients of a linear layer get.
 
 A linear layer has three matmuls: the output y = x w, the gradient of its input dx = g
-wᵀ, and the gradient of its weight dw = xᵀ g. A recipe gives a quantizer to each *role*
-in them: the input x, the weight w, and the gradient g of the output. The names and
-defaults are Transformer Engine's.
+wᵀ, and the gradient of its weight dw = xᵀ g: its *legs* forward, dgrad and wgrad. A
+recipe gives a quantizer to each *role* in them: the input x, the weight w, and the
+gradient g of the output. The names and defaults are Transformer Engine's.
 
 A recipe is a frozen dataclass of options, without arrays: hashable and a constant to
 `jax.jit`. This module has those that compute scales from the current array;
@@ -13,17 +13,17 @@ A recipe is a frozen dataclass of options, without arrays: hashable and a consta
 import abc
 import dataclasses
 import enum
+import inspect
 from collections.abc import Callable
 from typing import ClassVar
 
 from .._formats._format import Format, check_epsilon, check_flags
+from ._casting import AbstractKernel
 from ._kinds import (
-    AbstractKernel,
-    AbstractQuantizer,
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
-    TensorQuantizer,
+    Quantizer,
 )
 
 _OVERRIDES = (None, "high_precision", "dequantized")
@@ -47,6 +47,34 @@ class Role(enum.Enum):
 
     def __repr__(self) -> str:
         return f"<Role.{self.name}>"
+
+
+class Leg(enum.Enum):
+    """One of the three matmuls of a linear layer.
+
+    Examples:
+        >>> import mpx
+        >>> [leg.name for leg in mpx.quantization.Leg]
+        ['FORWARD', 'DGRAD', 'WGRAD']
+    """
+
+    FORWARD = "forward"
+    """The output, y = x w."""
+    DGRAD = "dgrad"
+    """The gradient of the input, dx = g wᵀ."""
+    WGRAD = "wgrad"
+    """The gradient of the weight, dw = xᵀ g."""
+
+    def __repr__(self) -> str:
+        return f"<Leg.{self.name}>"
+
+
+LEGS = {
+    Role.INPUT: (Leg.FORWARD, Leg.WGRAD),
+    Role.WEIGHT: (Leg.FORWARD, Leg.DGRAD),
+    Role.GRADIENT: (Leg.DGRAD, Leg.WGRAD),
+}
+"""The two legs of which an array is an operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,39 +105,45 @@ class AbstractRecipe(abc.ABC):
                 f"'high_precision' or 'dequantized'; got {self.backward_override!r}."
             )
 
-    def quantizer(
-        self, role: Role, *, for_wgrad: bool = False
-    ) -> AbstractQuantizer | None:
+    def quantizer(self, role: Role, *, leg: Leg | None = None) -> Quantizer | None:
         """Returns the quantizer of a role, for `mpx.quantization.quantize`.
 
         Args:
             role: Input, weight or gradient.
-            for_wgrad: Whether the copy is an operand of dw = xᵀ g, which contracts
-                tokens. Only NVFP4 distinguishes it.
+            leg: The matmul of which it is an operand; by default the first of its two:
+                forward, for a gradient dgrad.
 
         Returns:
             A quantizer, or None if the array stays in high precision.
 
         Raises:
-            TypeError: `role` is not a role.
-            ValueError: The role is a weight with `for_wgrad=True`: it is not an operand
-                of its own gradient.
+            TypeError: `role` is not a role, or `leg` not a leg.
+            ValueError: An array of this role is not an operand of this leg.
         """
-        if not isinstance(role, Role):
+        call = f"`{type(self).__name__}.quantizer(role, leg=...)`"
+        if not isinstance(role, Role) or not isinstance(leg, Leg | None):
             raise TypeError(
-                f"`role` of `{type(self).__name__}.quantizer(role)` must be a role "
-                f"such as `mpx.quantization.Role.INPUT`; got {role!r}."
+                f"{call} needs a role such as `mpx.quantization.Role.INPUT`, and a leg "
+                f"such as `mpx.quantization.Leg.WGRAD`; got {role!r} and {leg!r}."
             )
-        if role is Role.WEIGHT and for_wgrad:
+        leg = leg or LEGS[role][0]
+        if leg not in LEGS[role]:
             raise ValueError(
-                "`for_wgrad=True` is for inputs and gradients, the operands of a "
-                "weight's gradient; got `mpx.quantization.Role.WEIGHT`. Omit "
-                "`for_wgrad`."
+                f"{role!r} is an operand of {' and '.join(map(repr, LEGS[role]))}; got "
+                f"{leg!r} in {call}. Omit `leg`, or pass one of these."
             )
-        overridden = role is Role.GRADIENT or for_wgrad
-        if overridden and self.backward_override is not None:
+        if leg is not Leg.FORWARD and self.backward_override is not None:
             return None
-        return self._quantizer(role, for_wgrad)
+        return self._quantizer(role, leg)
+
+    def _quantizers(self, *roles: Role) -> list[Quantizer]:
+        """Returns the quantizers of these roles, by default of all, in all legs."""
+        uses = ((role, leg) for role in roles or Role for leg in LEGS[role])
+        quantizers = (self.quantizer(role, leg=leg) for role, leg in uses)
+        return [one for one in quantizers if one is not None]
+
+    def _has_history(self, *roles: Role) -> bool:
+        return any(x.scale_from == "history" for x in self._quantizers(*roles))
 
     def _for_attention(self) -> "Float8CurrentScaling":
         """Returns the recipe of activation matmuls."""
@@ -121,7 +155,7 @@ class AbstractRecipe(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer | None:
         """Returns the quantizer, after the checks."""
 
 
@@ -139,6 +173,9 @@ class Float8CurrentScaling(AbstractRecipe):
         fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
         use_power_2_scales: Rounds scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
+        one_scale_per_matrix: Whether each matrix of a stack has a scale, as those of
+            experts in an einsum, under `jax.vmap` or in `jax.lax.ragged_dot`, whose
+            rows then have one for each group. By default the stack shares one.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -146,7 +183,8 @@ class Float8CurrentScaling(AbstractRecipe):
         TypeError: An option is of the wrong kind.
         ValueError: An option has a value that is not listed.
 
-    Source: NVIDIA, Transformer Engine's documentation, FP8 current scaling.
+    Source: NVIDIA, Transformer Engine's documentation, FP8 current scaling, and its
+    grouped linear layers.
 
     Examples:
         >>> import mpx
@@ -157,17 +195,19 @@ class Float8CurrentScaling(AbstractRecipe):
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
+    one_scale_per_matrix: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self)
-        check_flags(self, "use_power_2_scales")
+        check_flags(self, "use_power_2_scales", "one_scale_per_matrix")
         check_epsilon(self)
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
-        return TensorQuantizer(
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
+        return Quantizer(
             format_of(self.fp8_format, role),
-            power_of_two_scales=self.use_power_2_scales,
+            2 if self.one_scale_per_matrix else 0,
+            scales="power of two" if self.use_power_2_scales else "float32",
             amax_epsilon=self.amax_epsilon,
         )
 
@@ -237,7 +277,7 @@ class Float8BlockScaling(AbstractRecipe):
                 f"blocks; got {self!r}. Set at most one `..._block_scaling_dim` to 2."
             )
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> BlockQuantizer:
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
         return BlockQuantizer(
             format_of(self.fp8_format, role),
             {
@@ -292,7 +332,7 @@ class MXFP8BlockScaling(AbstractRecipe):
         check_fp8_format(self)
         _check_kernel(self)
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> MXFP8Quantizer:
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
         return MXFP8Quantizer(format_of(self.fp8_format, role))
 
 
@@ -331,7 +371,8 @@ class NVFP4BlockScaling(AbstractRecipe):
     Examples:
         >>> import mpx
         >>> recipe = mpx.NVFP4BlockScaling()
-        >>> quantizer = recipe.quantizer(mpx.quantization.Role.GRADIENT, for_wgrad=True)
+        >>> from mpx.quantization import Leg, Role
+        >>> quantizer = recipe.quantizer(Role.GRADIENT, leg=Leg.WGRAD)
         >>> quantizer.stochastic_rounding, quantizer.hadamard
         (True, True)
     """
@@ -357,25 +398,121 @@ class NVFP4BlockScaling(AbstractRecipe):
                 f"got {self.fp4_format!r}."
             )
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> NVFP4Quantizer:
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
         square = role is Role.WEIGHT and not self.disable_2d_quantization
         stochastic = role is Role.GRADIENT and not self.disable_stochastic_rounding
         return NVFP4Quantizer(
             2 if square else 1,
-            hadamard=for_wgrad and not self.disable_rht,
+            hadamard=leg is Leg.WGRAD and not self.disable_rht,
             stochastic_rounding=stochastic,
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomRecipe(AbstractRecipe):
-    r"""A custom recipe: a function from role to quantizer.
+class Float8RowwiseScaling(AbstractRecipe):
+    r"""FP8 with a scale for each row and each column of a matmul.
 
-    $$s,\;q,\;x \approx \ldots \quad\text{are those of}\quad
-    \mathrm{qfactory}(\mathrm{role}, \mathrm{for\_wgrad})$$
+    $$s_i = \frac{\mathrm{MAX}}{\max(\max_k|x_{ik}|, \epsilon)} \qquad
+    q_{ik} = \mathrm{sat}(\mathrm{round}(x_{ik} \cdot s_i)) \qquad
+    y_{ij} = \frac{1}{s_i} \frac{1}{t_j} \sum_k q_{ik} r_{kj}$$
+
+    with the numbers $r$ and scales $t$ of the other operand. Scales are along the axis
+    that the matmul contracts, so all three roles are quantized twice. The scale of a
+    row of zeros is 1. A row that contains an infinity or a NaN has the scale NaN and is
+    NaN.
 
     Args:
-        qfactory: Called as `qfactory(role, for_wgrad)`; returns a quantizer, or None to
+        fp8_format: `Format.E4M3` or `Format.HYBRID`.
+        use_power_2_scales: Rounds scales down to powers of two.
+        amax_epsilon: $\epsilon$, the smallest amax.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: PyTorch, torchao's documentation of float8 training, recipe "rowwise".
+
+    Examples:
+        >>> import mpx
+        >>> recipe = mpx.Float8RowwiseScaling()
+        >>> quantizer = recipe.quantizer(mpx.quantization.Role.INPUT)
+        >>> quantizer.block_dimensions, quantizer.block
+        (1, 0)
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_power_2_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+        check_flags(self, "use_power_2_scales")
+        check_epsilon(self)
+
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
+        return Quantizer(
+            format_of(self.fp8_format, role),
+            1,
+            scales="power of two" if self.use_power_2_scales else "float32",
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8CurrentScaling(AbstractRecipe):
+    r"""Integers of 8 bits, with a scale for each row and each column of a matmul.
+
+    $$s_i = \frac{127}{\max_k|x_{ik}|} \qquad
+    q_{ik} = \mathrm{round}(x_{ik} \cdot s_i) \qquad
+    y_{ij} = \frac{1}{s_i} \frac{1}{t_j} \sum_k q_{ik} r_{kj}$$
+
+    with the numbers $r$ and scales $t$ of the other operand, and sums of integers.
+    Scales are along the axis that the matmul contracts, so all three roles are
+    quantized twice. The scale of a row of zeros is 1. Integers have no NaN: a row that
+    contains an infinity or a NaN has the scale NaN, and all that is computed from it is
+    NaN.
+
+    Args:
+        one_scale: Whether an array has one scale, which is computed faster and loses
+            more if rows differ in size.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: Google, AQT (Accurate Quantized Training), `config_v3`; Jacob et al.,
+    arXiv:1712.05877, section 2.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Int8CurrentScaling().quantizer(mpx.quantization.Role.WEIGHT).format
+        <Format.INT8>
+    """
+
+    one_scale: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "one_scale")
+
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer:
+        return Quantizer(Format.INT8, 0 if self.one_scale else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomRecipe(AbstractRecipe):
+    r"""A custom recipe: a function from role and leg to quantizer.
+
+    $$s,\;q,\;x \approx \ldots \quad\text{are those of}\quad
+    \mathrm{qfactory}(\mathrm{role}, \mathrm{leg})$$
+
+    Args:
+        qfactory: Called as `qfactory(role, leg=leg)`; returns a quantizer, or None to
             leave the array in high precision. Recipes are compared and hashed by it:
             define it once, not again for every step.
         backward_override: See `mpx.quantization.AbstractRecipe`.
@@ -388,7 +525,7 @@ class CustomRecipe(AbstractRecipe):
 
     Examples:
         >>> import mpx
-        >>> def qfactory(role, for_wgrad):
+        >>> def qfactory(role, leg):
         ...     if role is mpx.quantization.Role.GRADIENT:
         ...         return mpx.quantization.MXFP8Quantizer(mpx.Format.E5M2)
         ...     return mpx.quantization.NVFP4Quantizer()
@@ -396,7 +533,7 @@ class CustomRecipe(AbstractRecipe):
         <Format.E2M1>
     """
 
-    qfactory: Callable[[Role, bool], AbstractQuantizer | None]
+    qfactory: Callable[..., Quantizer | None]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -405,14 +542,28 @@ class CustomRecipe(AbstractRecipe):
                 "`qfactory` of `mpx.CustomRecipe` must be a function from role to "
                 f"quantizer; got {self.qfactory!r}."
             )
+        try:
+            inspect.signature(self.qfactory).bind(Role.INPUT, leg=Leg.FORWARD)
+        except TypeError as error:
+            raise TypeError(
+                "`qfactory` of `mpx.CustomRecipe` must take `(role, leg)`, a "
+                "`mpx.quantization.Role` and a `mpx.quantization.Leg`; got "
+                f"{self.qfactory!r}: {error}."
+            ) from None
 
-    def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
-        found = self.qfactory(role, for_wgrad)
-        if found is not None and not isinstance(found, AbstractQuantizer):
+    def _quantizer(self, role: Role, leg: Leg) -> Quantizer | None:
+        found = self.qfactory(role, leg=leg)
+        if not isinstance(found, Quantizer | None):
             raise TypeError(
                 "`qfactory` of `mpx.CustomRecipe` must return a quantizer such as "
                 f"`mpx.quantization.TensorQuantizer()`, or None; got {found!r} for "
-                f"{role!r}."
+                f"{role!r}, {leg!r}."
+            )
+        if found is not None and found.scale_from == "history":
+            raise ValueError(
+                "A quantizer of `mpx.CustomRecipe` has no history; got "
+                f"{found!r}. Use `mpx.quantization.RecipeByLeg` with "
+                "`mpx.DelayedScaling`."
             )
         return found
 
