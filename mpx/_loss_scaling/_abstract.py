@@ -249,6 +249,51 @@ class AbstractLossScaling(eqx.Module):
             )
         return self._with_loss(loss)
 
+    def with_state(
+        self, state: "Mapping[str, Any] | AbstractLossScaling", *, strict: bool = True
+    ) -> "AbstractLossScaling":
+        """Returns this scaling with the state of another run, also of another recipe.
+
+        For a run that changes its precision or recipe: `scaling =
+        mpx.init_scaling(new_func, model, ...).with_state(scaling)`. The counters
+        continue, and so does the number of the step, which stochastic rounding draws
+        its noise by. The loss scaling continues, too, unless only the new one has a
+        scale, or the old one checks only the loss, which the new recipe does not allow.
+
+        Args:
+            state: The scaling of the earlier function, or its `state_dict()`.
+            strict: See `mpx.quantization.RecipeScaling.with_state`.
+
+        Returns:
+            The scaling; a `mpx.quantization.RecipeScaling` if `state` has scales of
+            recipes, which it keeps for a later change back.
+
+        Raises:
+            TypeError: `state` is neither of these.
+            ValueError: It is incomplete, of a later version, or contains values that no
+                run can reach.
+
+        Examples:
+            >>> import mpx
+            >>> old = mpx.NoLossScaling().adjust(True)
+            >>> new = mpx.DynamicLossScaling(8.0).with_state(old)
+            >>> int(new.steps), float(new.loss_scale)
+            (1, 8.0)
+        """
+        if isinstance(state, AbstractLossScaling):
+            state = state.state_dict()
+        kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
+        known = _state_dict.kinds(AbstractLossScaling)
+        return known.get(kind, type(self))._carried(self, state, strict)
+
+    @classmethod
+    def _carried(
+        cls, new: "AbstractLossScaling", state: Mapping[str, Any], strict: bool
+    ) -> "AbstractLossScaling":
+        """Returns a loss scaling with a state that was written by this class."""
+        old = AbstractLossScaling.from_state_dict(state)
+        return new._with_record(old.record) if old._is_one > new._is_one else old
+
     def _with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
         """Implements `with_loss` for a checked loss scaling."""
         return loss

@@ -299,15 +299,12 @@ def missing_from(
         where: As in `MissingScales`.
     """
     given = type(scaling).__name__
-    kept = (
-        f"To keep your `{given}` as the loss scaling in it:\n"
-        "    scaling = mpx.init_scaling(func, model, ...).with_loss(scaling)\n"
-    )
     return ValueError(
         f"`scaling` of {call} must contain the scales of `{recipe}`{where}; got "
         f"`mpx.{given}`, which has none. Make it from the function and its "
         "arguments:\n"
         "    scaling = mpx.init_scaling(func, model, ...)\n"
-        f"{kept * (not scaling._is_one)}Or use a recipe without a state: "
-        "`mpx.Float8CurrentScaling()`."
+        "To continue with its counters and loss scale:\n"
+        "    scaling = mpx.init_scaling(func, model, ...).with_state(scaling)\n"
+        "Or use a recipe without a state: `mpx.Float8CurrentScaling()`."
     )

@@ -469,8 +469,9 @@ class Slots:
             is_split = self.parameter.endswith("'].value")  # of an `nnx.State`
             raise ValueError(
                 f"The recipe's state needs scales for `{self.parameter}` used in "
-                f"{use!r}; got scales for {known}. If the model has changed, make a "
-                "new state: `mpx.init_scaling(func, model, ...)`."
+                f"{use!r}; got scales for {known}. If the model or the recipe has "
+                "changed, convert the state: `scaling = mpx.init_scaling(func, model, "
+                "...).with_state(scaling)`."
                 f"{_SPLIT * is_split}"
             )
         if self.recipes[use] != recipe:

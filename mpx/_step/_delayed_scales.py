@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float32
 
 from .._base.errors import describe, differences
+from .._base.typing import Shape
 from .._loss_scaling import read_version, refuse_other_keys
 from .._quantize import DelayedScalingState, Format, Role
 from .._recipe_state import Request, SlotName
@@ -83,6 +84,11 @@ class DelayedScales(eqx.Module):
             start += rows
         return found
 
+    def arrays_by_slot(self) -> dict[SlotName, tuple[Array, Array]]:
+        """Returns the amax history and the scale of each slot."""
+        scales = self.by_slot(self.scale)
+        return {n: (x, scales[n]) for n, x in self.by_slot(self.amax_history).items()}
+
     def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
         """Joins the rows of slots: the inverse of `by_slot`."""
         parts = [by_slot[name] for name, _ in self.slots]
@@ -135,15 +141,14 @@ class DelayedScales(eqx.Module):
 
     def validate(self, owner: str) -> None:
         """Raises `ValueError` for values that no run can reach; reads them."""
-        histories = self.by_slot(self.amax_history)
-        for name, scale in self.by_slot(self.scale).items():
-            refuse_unreachable(str(name), scale, histories[name], owner)
+        for name, (history, scale) in self.arrays_by_slot().items():
+            refuse_unreachable(str(name), scale, history, owner)
             if not self.recipe.warm_start and np.any(np.asarray(scale) == 0):
                 raise ValueError(
                     f"{owner}: a scale of the slot {str(name)!r} is 0, which is only "
                     "valid before the first step of a recipe with `warm_start=True`."
                 )
-            self._refuse_overflow(str(name), np.asarray(scale), histories[name], owner)
+            self._refuse_overflow(str(name), np.asarray(scale), history, owner)
 
     def _refuse_overflow(
         self, name: str, scale: np.ndarray, history: Array, owner: str
@@ -190,7 +195,7 @@ def refuse_unreachable(name: str, scale: object, history: object, call: str) -> 
 # --- The state of recipes as a dictionary ---------------------------------------------
 
 KIND = "RecipeScaling"
-VERSION = 2
+VERSION = 3
 _FIELDS = ("amax_history", "scale", "largest")
 
 
@@ -200,13 +205,17 @@ class Saved(NamedTuple):
     Attributes:
         loss: The state of the loss scaling.
         slots: Amax history, scale and largest number of each slot, by its name.
+        shapes: The shapes of the model's weights by path; None if they are unknown.
     """
 
     loss: Mapping[str, Any]
     slots: dict[str, dict[str, np.ndarray]]
+    shapes: dict[str, Shape] | None = None
 
 
-def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
+def write(
+    loss: Any, scales: tuple[DelayedScales, ...], shapes: Mapping[str, Shape]
+) -> dict[str, Any]:
     """Returns the state of a loss scaling and slots as a dictionary of NumPy arrays."""
     slots = {
         str(name): {
@@ -215,32 +224,26 @@ def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
             "largest": state.largest,
         }
         for state in scales
-        for (name, history), scale in zip(
-            state.by_slot(state.amax_history).items(),
-            state.by_slot(state.scale).values(),
-            strict=True,
-        )
+        for name, (history, scale) in state.arrays_by_slot().items()
     }
+    weights = {path: np.asarray(shape, np.int32) for path, shape in shapes.items()}
     state = {"kind": KIND, "version": VERSION, "loss": loss.state_dict()}
-    return state | {"slots": slots}
+    return state | {"slots": slots, "weights": weights}
 
 
 def read(state: object, call: str) -> Saved:
     """Checks a dictionary made by `write`, or an older version of it."""
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{call} needs a `RecipeScaling` or its `state_dict()`; got "
-            f"{describe(state)}."
+            f"{call} needs a loss scaling or its `state_dict()`; got {describe(state)}."
         )
-    if state.get("kind") != KIND:
-        raise ValueError(
-            f"{call} needs the state of a `RecipeScaling`; got that of "
-            f"{state.get('kind')!r}."
-        )
+    if state.get("kind") != KIND:  # that of a loss scaling without slots
+        return Saved(state, {})
     version = read_version(state.get("version"), 1, VERSION, call)
-    fields = "kind", "version", "loss", "slots"
+    state = {"weights": {}, **state} if version < 3 else state
+    fields = "kind", "version", "loss", "slots", "weights"
     refuse_other_keys(state, fields, call, "the fields that were written")
-    for key in ("loss", "slots"):
+    for key in fields[2:]:
         if not isinstance(state[key], Mapping):
             raise ValueError(
                 f"{call} needs a dictionary as {key!r}; got {describe(state[key])}."
@@ -248,12 +251,34 @@ def read(state: object, call: str) -> Saved:
     slots = {
         name: _slot(name, slot, version, call) for name, slot in state["slots"].items()
     }
-    return Saved(state["loss"], slots)
+    shapes = {
+        path: tuple(map(int, np.ravel(x))) for path, x in state["weights"].items()
+    }
+    return Saved(state["loss"], slots, shapes)
 
 
-def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
-    """Raises unless a state has the slots of this program."""
-    if found := differences(dict.fromkeys(wanted), dict.fromkeys(given)):
+def parameter_of(name: str) -> str:
+    """Returns the path of the weight of a slot, from the slot's name."""
+    return name.rpartition(" (")[0]
+
+
+def refuse_another_model(
+    saved: Saved, wanted: set[str], shapes: Mapping[str, Shape], call: str
+) -> None:
+    """Raises unless a state has the slots of this program, up to those of recipes.
+
+    Another recipe may quantize a weight that both models have, or leave it: this
+    changes only one side. On both sides, the scope or the shape of a use has changed.
+    """
+    if saved.shapes is None:
+        return
+    unknown = wanted ^ saved.slots.keys()
+    sides = (map(parameter_of, unknown & x) for x in (wanted, saved.slots.keys()))
+    changed = set.intersection(*map(set, sides))
+    same = {path for path, x in shapes.items() if saved.shapes.get(path) == x} - changed
+    unknown = {name for name in unknown if parameter_of(name) not in same}
+    both = (dict.fromkeys(unknown & x) for x in (wanted, saved.slots.keys()))
+    if found := differences(*both):
         raise ValueError(
             f"{call} needs exactly the slots of this program; {found}. If the model "
             "has changed, load only the others: `with_state(state, strict=False)`."

@@ -14,6 +14,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32
 
 from .._base.errors import listing, warn_user
@@ -29,7 +30,15 @@ from .._recipe_state import (
     brief,
     providing_state,
 )
-from ._delayed_scales import DelayedScales, read, refuse_other_slots, with_slots, write
+from ._delayed_scales import (
+    DelayedScales,
+    parameter_of,
+    read,
+    refuse_another_model,
+    refuse_unreachable,
+    with_slots,
+    write,
+)
 
 
 class RecipeScaling(AbstractLossScaling):
@@ -51,6 +60,8 @@ class RecipeScaling(AbstractLossScaling):
             state quantizes the same ones.
         shapes: The shapes of the model's weights by path: a state of another model is
             refused.
+        kept: Slots of a recipe that the run has left, as in `state_dict()`: steps leave
+            them unchanged, and `with_state` of a scaling that has them takes them back.
     """
 
     loss: AbstractLossScaling
@@ -60,6 +71,7 @@ class RecipeScaling(AbstractLossScaling):
     calls: int = eqx.field(static=True)
     quantized: tuple[SlotName, ...] = eqx.field(static=True)
     shapes: tuple[tuple[str, Shape], ...] = eqx.field(static=True)
+    kept: dict[str, dict[str, Array]]
 
     @classmethod
     def _new(cls, loss: AbstractLossScaling, found: StateRequests) -> Self:
@@ -73,7 +85,7 @@ class RecipeScaling(AbstractLossScaling):
             if recipe.has_state
         )
         uses, shapes = tuple(found.quantized), tuple(found.shapes.items())
-        fields = loss, scales, _nothing(scales), found.calls, uses, shapes
+        fields = loss, scales, _nothing(scales), found.calls, uses, shapes, {}
         # Type checkers take `record` for a field.
         return cls(*fields)  # pyright: ignore[reportCallIssue]
 
@@ -162,6 +174,9 @@ class RecipeScaling(AbstractLossScaling):
         self.loss._validate()
         for state in self.scales:
             state.validate("`mpx.quantization.RecipeScaling`")
+        for name, slot in self.kept.items():
+            values = slot["scale"], slot["amax_history"]
+            refuse_unreachable(name, *values, "`mpx.quantization.RecipeScaling`")
 
     # --- Saving and restoring ---------------------------------------------------------
 
@@ -171,10 +186,12 @@ class RecipeScaling(AbstractLossScaling):
         It does not contain recipes: they are part of the program. `with_state` reads
         it.
         """
-        return write(self.loss, self.scales)
+        state = write(self.loss, self.scales, dict(self.shapes))
+        kept = jax.tree.map(np.asarray, self.kept)
+        return state | {"slots": state["slots"] | kept}
 
     def with_state(
-        self, state: "Mapping[str, Any] | RecipeScaling", *, strict: bool = True
+        self, state: Mapping[str, Any] | AbstractLossScaling, *, strict: bool = True
     ) -> Self:
         """Returns this scaling with the state of another run, also of another recipe.
 
@@ -184,34 +201,55 @@ class RecipeScaling(AbstractLossScaling):
         margin are converted exactly; a scale that no amax has set yet becomes the
         recipe's first one. With the same recipe, a run continues bit for bit.
 
+        Slots that only the earlier program has are kept, and a change back continues
+        with them; slots that only this one has are new. Counters and loss scaling
+        continue as in `mpx.AbstractLossScaling.with_state`.
+
         Args:
-            state: A `RecipeScaling`, or the dictionary from its `state_dict()`.
-            strict: False allows a changed model: new slots keep their initial state,
-                and removed ones are ignored.
+            state: The scaling of the earlier function, or its `state_dict()`.
+            strict: False allows a changed model: slots of new weights are new, and
+                those of removed ones are dropped.
 
         Returns:
             The scaling.
 
         Raises:
             TypeError: `state` is neither of these.
-            ValueError: It is incomplete, has other slots than this scaling (if
-                `strict`), is of a later version, or contains dtypes, shapes or values
-                that no run can reach, such as a scale of NaN.
+            ValueError: It is incomplete, has slots of another model (if `strict`), is
+                of a later version, or contains dtypes, shapes or values that no run can
+                reach, such as a scale of NaN.
         """
         call = "`with_state(state)` of `mpx.quantization.RecipeScaling`"
         if isinstance(state, AbstractLossScaling):
             state = state.state_dict()
-        saved = read(state, call)
-        slots = write(self.loss, self.scales)["slots"]
+        saved, own = read(state, call), self.state_dict()["slots"]
+        wanted = own.keys() - self.kept.keys()
+        # Without a recipe the weights are unknown.
+        shapes = dict(self.shapes) or saved.shapes or {}
         if strict:
-            refuse_other_slots(set(saved.slots), set(slots), call)
-        slots |= {name: slot for name, slot in saved.slots.items() if name in slots}
+            refuse_another_model(saved, wanted, shapes, call)
+        slots = own | saved.slots
+        kept = {n: slots[n] for n in slots.keys() - wanted if parameter_of(n) in shapes}
+        loss = self.loss.with_state(saved.loss)
+        if loss._by_loss and self.scales:
+            loss = self.loss._with_record(loss.record)
         return dataclasses.replace(
             self,
-            loss=type(self.loss).from_state_dict(saved.loss),
+            loss=loss,
             scales=tuple(with_slots(s, slots, call) for s in self.scales),
             amaxes=_nothing(self.scales),
+            shapes=tuple(shapes.items()),
+            kept=jax.tree.map(jnp.asarray, kept),
         )
+
+    @classmethod
+    def _carried(
+        cls, new: AbstractLossScaling, state: Mapping[str, Any], strict: bool
+    ) -> AbstractLossScaling:
+        # Type checkers take `record` for a field.
+        empty = cls(new, (), (), 0, (), (), {})  # pyright: ignore[reportCallIssue]
+        found = empty.with_state(state, strict=strict)
+        return found if found.kept else found.loss
 
     @classmethod
     def _template(cls) -> Self:
@@ -247,6 +285,9 @@ class RecipeScaling(AbstractLossScaling):
 
     @contextlib.contextmanager
     def _provide_frozen(self) -> Iterator[None]:
+        if not self.quantized:  # of a function without a recipe
+            yield
+            return
         shapes = dict(self.shapes)
         state = State(self._tokens(), self._recipes(), shapes, self.quantized)
         with providing_state(state, self.calls) as provision:
@@ -281,8 +322,9 @@ class RecipeScaling(AbstractLossScaling):
                 "function quantizes "
                 f"{'by ' + ', '.join(used) if used else 'nothing'}. Pass the same "
                 "autocast function to the gradient function as to "
-                "`mpx.init_scaling`, or make a new state: `scaling = "
-                "mpx.init_scaling(func, model, ...)`."
+                "`mpx.init_scaling`, or, if the run changes its recipe, convert the "
+                "state: `scaling = mpx.init_scaling(func, model, "
+                "...).with_state(scaling)`."
             )
         if provision.taken > self.calls:
             raise ValueError(

@@ -487,9 +487,9 @@ def test_scales_of_another_format_are_converted(inputs, start):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "state of a `RecipeScaling`"),
-        ({"kind": "RecipeScaling", "version": 3, "slots": {}}, "Install a newer"),
-        ({"kind": "NoLossScaling", "version": 1}, "got that of 'NoLossScaling'"),
+        ({}, "cannot read a state with the keys none"),
+        ({"kind": "RecipeScaling", "version": 4, "slots": {}}, "Install a newer"),
+        ({"kind": "NoLossScaling", "version": 1}, "missing: `record.finite`"),
     ],
 )
 def test_bad_states(start, state, message):
@@ -681,8 +681,8 @@ class Own(mpx.quantization.AbstractRecipe):
     init, update = RECIPE.init, RECIPE.update
     _scale, _without_state = RECIPE._scale, RECIPE._without_state
 
-    def _quantizer(self, role, for_wgrad):
-        return RECIPE.quantizer(role, for_wgrad=for_wgrad)
+    def _quantizer(self, role, leg):
+        return RECIPE.quantizer(role, leg=leg)
 
 
 def in_a_loop(params, x):

@@ -74,7 +74,7 @@ def mapped(ws, x):
     return jax.vmap(loss, (None, 0))(ws, x[None]).sum()
 
 
-def _of_inputs(role: mpx.quantization.Role, for_wgrad: bool) -> Any:
+def _of_inputs(role: mpx.quantization.Role, leg: mpx.quantization.Leg) -> Any:
     is_input = role is mpx.quantization.Role.INPUT
     return mpx.quantization.MXFP8Quantizer(stochastic_rounding=is_input)
 
@@ -149,7 +149,7 @@ def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
 
 
 CHEAP = mpx.CustomRecipe(
-    lambda role, for_wgrad: mpx.quantization.TensorQuantizer(
+    lambda role, leg: mpx.quantization.TensorQuantizer(
         stochastic_rounding=role is mpx.quantization.Role.GRADIENT
     )
 )
