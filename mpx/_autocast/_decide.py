@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,15 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
-from .._quantize import UNITS, AbstractProduct, AbstractRecipe, Path, path_of
+from .._quantize import (
+    UNITS,
+    AbstractProduct,
+    AbstractRecipe,
+    Leg,
+    LegPath,
+    Path,
+    legs_of,
+)
 from .._settings import (
     Candidate,
     Precision,
@@ -361,8 +369,7 @@ class Note:
         reason: The reason, in words.
         weight: The path of a quantized product's weight; "" for other operations.
         rule: The user's rule that was applied, or "".
-        path: How a quantized product is computed, by `path_of`; "" for others.
-        formats: The formats that it and its derivatives multiply in: `formats_of`.
+        legs: How a quantized product is computed: `legs_of`; empty for others.
         platform: The platform of the target device, if it is known.
     """
 
@@ -372,19 +379,13 @@ class Note:
     reason: str
     weight: str = ""
     rule: str = ""
-    path: str = ""
-    formats: tuple[str, str] = ("", "")
+    legs: Mapping[Leg, LegPath] = dataclasses.field(default_factory=dict, hash=False)
     platform: str = ""
 
     @property
-    def without_units(self) -> bool:
-        """Whether it is quantized but uses no low-precision units: see `formats_of`."""
-        return bool(self.path) and not self.formats[0]
-
-    @property
-    def is_emulated(self) -> bool:
-        """Whether it is emulated, as on a CPU."""
-        return self.path == Path.EMULATED.value
+    def slow_leg(self) -> Leg | None:
+        """The first quantized leg that uses no low-precision units, or None."""
+        return next((leg for leg, one in self.legs.items() if not one.format), None)
 
     @property
     def is_switched_off(self) -> bool:
@@ -414,8 +415,7 @@ def noted(
     primitive: str,
     choice: Choice,
     weight: str = "",
-    path: str = "",
-    formats: tuple[str, str] = ("", ""),
+    legs: Mapping[Leg, LegPath] | None = None,
     platform: str = "",
 ) -> contextlib.AbstractContextManager[object]:
     """Returns a context that attaches a decision to what is emitted inside."""
@@ -427,9 +427,8 @@ def noted(
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
     precision = choice.precision.value
-    facts = primitive, kind, precision, reason, weight, rule, path, formats, platform
-    note = Note(*facts)
-    return _write(note)
+    facts = primitive, kind, precision, reason, weight, rule, legs or {}, platform
+    return _write(Note(*facts))
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:
@@ -503,15 +502,16 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
 
 
 def refuse_slow(case: Case, product: AbstractProduct) -> None:
-    """Raises if a product's recipe is emulated on the target device."""
-    path, why = path_of(product)
-    if Path(path) not in UNITS:
-        raise ValueError(
-            f"{_CALL}: the matmul{case.where} is not computed on the device's "
-            f"low-precision units, but {path}: {why}. Use another recipe, keep the "
-            "matmul in half precision (`mpx.Rule(mpx.Precision.HALF, ...)`), or "
-            "omit `strict`."
-        )
+    """Raises if a quantized leg of a product is emulated on the target device."""
+    for leg, (path, why, _) in legs_of(product).items():
+        if Path(path) not in UNITS:
+            of = "" if leg is Leg.FORWARD else f"{leg.value} of the "
+            raise ValueError(
+                f"{_CALL}: the {of}matmul{case.where} is not computed on the device's "
+                f"low-precision units, but {path}: {why}. Use another recipe, keep the "
+                "matmul in half precision (`mpx.Rule(mpx.Precision.HALF, ...)`), or "
+                "omit `strict`."
+            )
 
 
 # Rules that matched an operation in some function, or were warned about.

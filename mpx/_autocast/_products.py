@@ -29,11 +29,11 @@ from .._quantize import (
     LinearProduct,
     QuantizedArray,
     RaggedProduct,
-    formats_of,
     has_blocks,
     has_ragged_form,
+    legs_of,
+    legs_text,
     may_read,
-    path_of,
     quantized_product,
     rounds_stochastically,
     stored_ahead,
@@ -291,16 +291,15 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)
-    weight, path, formats = "", "", ("", "")
+    weight, legs = "", {}
     if ambient().takes_notes:
-        path, why = path_of(product)
-        formats = formats_of(product)
-        detail = f"{type(product.recipe).__name__}, {path} ({why})"
+        legs = legs_of(product)
+        detail = f"{type(product.recipe).__name__}, {legs_text(legs)}"
         if _stored_for(product, _weight_of(case)) is not None:
             detail += "; the stored weight is read without quantizing it again"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case).facts.parameter or ""
-    with noted(case.name, choice, weight, path, formats):
+    with noted(case.name, choice, weight, legs):
         return _emit_product(case, choice, product)
 
 

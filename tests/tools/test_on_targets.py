@@ -109,7 +109,7 @@ def test_monitor_counts_what_was_there_before_it_was_quantized(recipe, target):
         assert row.dtype in ("bfloat16", "float32") and row.size == x.size
         assert row.amax == pytest.approx(np.abs(x).max(), rel=noise)
         assert row.rms == pytest.approx(np.sqrt(np.mean(x**2)), rel=noise)
-        found = row.formats["TensorQuantizer"]
+        found = row.formats["E4M3 tensor"]
         assert found.snr == pytest.approx(snr(x, in_e4m3(x)), abs=1.0)
         assert found.above == 0
 

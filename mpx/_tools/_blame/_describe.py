@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._program import PrimitiveClass, is_matmul, properties, scopes, user_frame
-from .._inspect import function_path, innermost_note, line_text, phase, scope_path
+from .._inspect import (
+    function_path,
+    innermost_note,
+    leg_of,
+    line_text,
+    phase,
+    scope_path,
+)
 from ._blame_report import Culprit, Range, is_number
 from ._graph import Graph, Node, Scope, is_copied
 from ._replay import Replay
@@ -189,12 +196,13 @@ def culprit_of(
         primitive = note.primitive
     index = input_of(cause) if not cause.results else None
     parameters = parameters_of(cause, weights)
-    when, gradient = phase_of(cause), ""
+    when, gradient, outputs = phase_of(cause), "", ()
+    leg = leg_of(entries)
     if when == "backward":
         outputs = gradient_of(cause)
-        gradient = "wgrad" if outputs else "dgrad"
+        gradient = leg.value if leg else "wgrad" if outputs else "dgrad"
         parameters = tuple(replay.places[i] for i in outputs) or parameters
-    if note is not None and note.weight and not gradient:
+    if note is not None and note.weight and (leg or not gradient) and not outputs:
         parameters = (note.weight,)
     kind = _kind(cause.made)
     if above is not None and kind in ("", "inf"):

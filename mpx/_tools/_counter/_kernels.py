@@ -142,7 +142,7 @@ def _kernel(module: Module, instruction: Instruction, home: Body, times: int) ->
         instruction.op_name,
         instruction.opcode,
         sum(operations for operations, _ in further),
-        sum(x.bytes for x in instruction.results if re.match("f[48]e", x.kind)),
+        sum(x.bytes for x in instruction.results if _is_quantized(x, instruction)),
         instruction.bytes,
         instruction.frame,
         any(
@@ -152,6 +152,13 @@ def _kernel(module: Module, instruction: Instruction, home: Body, times: int) ->
             for x in body[one.operands[0]].results
         ),
     )
+
+
+def _is_quantized(array: ArrayType, instruction: Instruction) -> bool:
+    """Returns whether a recipe made an array; other programs have integers, too."""
+    is_int8 = array.kind == "s8" and instruction.opcode == "fusion"
+    is_int8 &= "quantized_" in instruction.op_name
+    return bool(re.match("f[48]e", array.kind)) or is_int8
 
 
 def _inside(

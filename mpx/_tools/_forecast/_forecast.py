@@ -192,9 +192,10 @@ def forecast(
         targets: One or several of "h100", "h200", "b200", "b300", "l40s", "tpu v5e",
             "tpu v5p", "tpu v6e", "tpu7x", in any spelling that `mpx.autocast` takes.
         precisions: Any of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
-            `current`, `block`, `mxfp8`, `nvfp4` for recipes with their defaults; or a
-            dict from labels to options of `mpx.autocast`. `float32` is the loss without
-            autocast; with half-precision weights it is labelled "as written".
+            `current`, `block`, `mxfp8`, `nvfp4`, `row-wise`, `int8` for recipes with
+            their defaults; or a dict from labels to options of `mpx.autocast`.
+            `float32` is the loss without autocast; with half-precision weights it is
+            labelled "as written".
         has_aux: Whether the loss returns `(loss, aux)`.
         largest_batch: Whether to search for the largest batch that fits, to 5%, which
             compiles about four more programs per precision. The batch is the first axis

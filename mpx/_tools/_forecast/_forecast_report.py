@@ -250,6 +250,8 @@ def gain(
     matmul, reads, start = (
         sum(pair) / 2 for pair in (roof.matmul, roof.reads, roof.start)
     )
-    faster = 1 / roof.peak(16) - 1 / roof.peak(bits)
+    # No device has units of both kinds that recipes use.
+    peak = max(roof.peak(bits), roof.peak(bits, are_integers=True))
+    faster = 1 / roof.peak(16) - 1 / peak
     quantizing = numbers * each / (roof.bandwidth * reads) + 3 * start
     return 6 * multiplications * faster / matmul - quantizing

@@ -39,6 +39,8 @@ from ..._quantize import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Int8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
@@ -156,6 +158,8 @@ _RECIPES = {
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
+    "row-wise": Float8RowwiseScaling(),
+    "int8": Int8CurrentScaling(),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 AS_WRITTEN = "as written"

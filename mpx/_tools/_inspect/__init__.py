@@ -27,6 +27,7 @@ from ._traced import (
     function_path,
     innermost_note,
     input_name,
+    leg_of,
     line_text,
     phase,
     scope_path,

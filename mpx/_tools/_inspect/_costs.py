@@ -14,7 +14,8 @@ FLOPs are floating-point operations of the program as written:
 | sorts | $n \lceil \log_2 n \rceil$ |
 | FFT | $5 n \log_2 n$ per transform, half of it for real input |
 | `cholesky`, `lu`, `geqrf`, `qr`, `triangular_solve` | Golub and Van Loan, Matrix Computations, 4th edition |
-| casts, data movement, integers, random bits, 8-bit numbers except in matmuls | 0 |
+| matmuls of 8-bit integers | as of floats |
+| casts, data movement, other integers, random bits, other 8-bit numbers | 0 |
 
 Complex numbers count 4 times in matmuls and twice elsewhere. Other operations are not
 counted, and reports list them. XLA counts likewise, but counts casts and integers, too,
@@ -174,13 +175,18 @@ def _sort(equation: JaxprEqn) -> int:
 
 def _fma(*avals: Aval) -> int:
     """Returns the count of a multiplication and an addition, real or complex."""
-    return 2 if all(_floats(aval) == 1 for aval in avals) else 8
+    return 8 if any(_floats(aval) == 2 for aval in avals) else 2
 
 
 def _product(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     terms = summed_numbers(equation)
-    return _fma(lhs, rhs) * _size(result) * terms if _floats(result) else 0
+    is_counted = _floats(result) or all(map(_is_int8, (lhs, rhs)))
+    return _fma(lhs, rhs) * _size(result) * terms if is_counted else 0
+
+
+def _is_int8(aval: Aval) -> bool:
+    return aval.dtype in (np.int8, np.uint8)
 
 
 def _ragged_dot(equation: JaxprEqn) -> int:

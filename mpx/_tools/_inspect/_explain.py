@@ -37,6 +37,7 @@ from ._traced import (
     Traced,
     function_path,
     innermost_note,
+    leg_of,
     line_text,
     phase,
     scope_path,
@@ -238,7 +239,8 @@ def _operation(
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     note = innermost_note(entries)
-    precision, format = precision_and_format(equation, note, phase(entries))
+    leg = leg_of(entries) if is_matmul(equation) else None
+    precision, format = precision_and_format(equation, note, leg)
     rule, reason = _decision(visit, flow, note)
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
@@ -250,6 +252,7 @@ def _operation(
         scope=scope_path(entries),
         function=function_path(frames),
         phase=phase(entries),
+        leg="" if leg is None else leg.value,
         inside=place.inside,
         inputs=tuple(_type(aval_of(v)) for v in equation.invars),
         outputs=tuple(_type(aval_of(v)) for v in equation.outvars),
@@ -289,9 +292,11 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
     rule = note.rule or note.kind
     name = equation.primitive.name
     if note.precision == Precision.LOW.value:
-        rule = note.rule or LOW
         if not is_matmul(equation):
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
+        leg = leg_of(visit.scopes)
+        if leg is None or leg in note.legs:
+            rule = note.rule or LOW
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
     is_whole = is_matmul(equation) or properties(name).flops in _KERNELS

@@ -33,6 +33,7 @@ from ..._program import (
     walk,
     walk_inside,
 )
+from ..._quantize import Leg
 from ._report import HALF, is_low
 from ._traced import phase
 
@@ -41,14 +42,14 @@ def precision_of(equation: JaxprEqn) -> str:
     """Returns the dtype that an equation is computed in.
 
     For matmuls and convolutions it is the dtype of the operands: `mixed` if they
-    differ, `float8` if both have 8 bits. Otherwise it is that of the first floating
-    result, floating operand, or result.
+    differ, `float8` if both are floats of 8 bits. Otherwise it is that of the first
+    floating result, floating operand, or result.
     """
     operands = [a.dtype for a in avals(equation.invars) if hasattr(a, "dtype")]
     results = [a.dtype for a in avals(equation.outvars) if hasattr(a, "dtype")]
     numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
-    if is_matmul(equation) and numbers:
-        names = {str(dtype) for dtype in numbers[:2]}
+    names = {str(dtype) for dtype in (numbers or operands)[:2]}
+    if is_matmul(equation) and (numbers or len(names) == 1):
         if len(names) == 1:
             return names.pop()
         # E4M3 by E5M2 is a gradient times a weight, as intended.
@@ -58,7 +59,7 @@ def precision_of(equation: JaxprEqn) -> str:
 
 
 def precision_and_format(
-    equation: JaxprEqn, note: Note | None, phase: str
+    equation: JaxprEqn, note: Note | None, leg: Leg | None
 ) -> tuple[str, str]:
     """Returns the dtype of the computation, and the format it counts under.
 
@@ -67,17 +68,18 @@ def precision_and_format(
     Args:
         equation: The equation.
         note: Autocast's note on it.
-        phase: As in `Operation`.
+        leg: The leg of a quantized product that it is in, or None.
     """
     precision = precision_of(equation)
-    if note is None or not is_matmul(equation):
+    found = None if note is None or leg is None else note.legs.get(leg)
+    if found is None or not is_matmul(equation) or not found.format:
         return precision, precision
-    if precision in HALF and not note.is_emulated:
-        return precision, precision
-    format = note.formats[phase == "backward"]
-    if format and not note.is_emulated and not is_low(precision):
-        precision = "float8"  # XLA moves the casts into the matmul: `_in_fp8_to_sum`
-    return precision, format or precision
+    if not found.is_emulated:
+        if precision in HALF:
+            return precision, precision
+        if not is_low(precision):
+            precision = "float8"  # XLA moves casts into the matmul: `_in_fp8_to_sum`
+    return precision, found.format
 
 
 def precision_of_product(equation: JaxprEqn) -> str | None:

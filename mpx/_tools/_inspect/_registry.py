@@ -33,7 +33,7 @@ from ._findings import (
     uses_half,
 )
 from ._report import HALF, Operation
-from ._traced import innermost_note, phase
+from ._traced import innermost_note, leg_of, phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,10 @@ class Seen:
 
 
 def _has_no_units(seen: Seen) -> str:
-    is_low = seen.note is not None and seen.note.without_units
-    is_it = is_low and seen.is_forward and is_matmul(seen.equation)
-    return "quantized, but computed without hardware for it" * bool(is_it)
+    slow = None if seen.note is None else seen.note.slow_leg
+    is_it = slow is not None and slow is leg_of(seen.visit.scopes)
+    is_it &= phase(seen.visit.scopes) != "recompute" and is_matmul(seen.equation)
+    return "quantized, but computed without hardware for it" * is_it
 
 
 def _is_rounded(seen: Seen) -> str:

@@ -33,6 +33,8 @@ class Operation:
     """The functions of the user's code around it, as a path: `loss/Block/Attention`."""
     phase: str
     """`forward`, `backward`, or `recompute` if a checkpoint recomputes it."""
+    leg: str
+    """Of a matmul under a recipe, `forward`, `dgrad` or `wgrad`; empty for others."""
     inside: tuple[str, ...]
     """The equations around it: `jit step`, `scan body`, `cond branch 1 of 2`."""
     inputs: tuple[str, ...]
@@ -42,8 +44,9 @@ class Operation:
     precision: str
     """The dtype it is computed in; `mixed` for a matmul of two dtypes."""
     format: str
-    """`FP8`, `MXFP8` or `NVFP4` for a quantized matmul that the target multiplies in
-    it, or that a CPU emulates for a device that does; otherwise its precision."""
+    """`FP8`, `MXFP8`, `NVFP4` or `INT8` for a quantized matmul that the target
+    multiplies in it, or that a CPU emulates for a device that does; otherwise its
+    precision."""
     rule: str
     """The rule that decided its precision: `as written`, or one of autocast."""
     reason: str
@@ -195,7 +198,10 @@ def _flops_by(operations: Iterable[Operation], field: str) -> dict[str, int]:
 def is_low(name: str) -> bool:
     """Returns whether a dtype or a format has 8 bits or fewer."""
     # Not float64.
-    return name.startswith(("float8", "float6_", "float4_", "FP8", "MXFP8", "NVFP4"))
+    return name.startswith(("float8", "float6_", "float4_", *_LOW))
+
+
+_LOW = ("FP8", "MXFP8", "NVFP4", "INT8", "int8", "uint8")
 
 
 def _is_in_branch(operation: Operation) -> bool:

@@ -29,6 +29,7 @@ from ..._program import (
     DataScope,
     Frame,
     ScopeEntry,
+    data_of,
     is_array_or_type,
     is_library,
     is_ours,
@@ -36,6 +37,7 @@ from ..._program import (
     real_path,
     user_frame,
 )
+from ..._quantize import Leg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +216,11 @@ def innermost_note(entries: Iterable[ScopeEntry]) -> Note | None:
     """Returns autocast's note on an operation, the innermost of several."""
     notes = [read_note(entry.name) for entry in entries]
     return next((note for note in reversed(notes) if isinstance(note, Note)), None)
+
+
+def leg_of(entries: Iterable[ScopeEntry]) -> Leg | None:
+    """Returns the leg of a quantized product that an operation is in, or None."""
+    return next(filter(None, (data_of(entry.name, Leg) for entry in entries)), None)
 
 
 def short_path(file: str) -> str:

@@ -150,7 +150,7 @@ _STYLES = (
     (r"\bb?f(loat)?16\b", "green"),
     (r"\bf(loat)?32\b", "blue"),
     (r"\b(f(loat)?64|mixed)\b", "red"),
-    (r"\b(FP8|MXFP8|NVFP4|f(loat)?[48]_\w+)\b", "yellow"),
+    (r"\b(FP8|MXFP8|NVFP4|INT8|u?i(nt)?8|f(loat)?[48]_\w+)\b", "yellow"),
     (r"! .*", "yellow"),
 )
 
@@ -204,7 +204,7 @@ def _cells(line: Operation) -> tuple[str, ...]:
         "?" if line.flops is None else flops_text(line.flops),
         bytes_text(line.bytes),
         count_text(line.executions) + " x ?" * line.unknown_loops,
-        line.primitive + _PHASES[line.phase],
+        line.primitive + _LEGS.get(line.leg, _PHASES[line.phase]),
         line.format if line.is_emulated else short_type(line.precision),
         cut(types, 44),
         cut(line.where, 36, end=False),
@@ -219,6 +219,7 @@ def _types(names: Sequence[str]) -> str:
 
 
 _PHASES = {"forward": "", "backward": " (backward)", "recompute": " (again)"}
+_LEGS = {leg: f" ({leg})" for leg in ("dgrad", "wgrad")}
 
 
 def _several(names: Sequence[str]) -> str:
@@ -311,7 +312,7 @@ def notes(report: Content) -> list[str]:
     totals = report.totals
     found = [f"the rule `{rule}` matched nothing" for rule in report.unused_rules]
     if here := emulated(report):
-        gpu = "H100" if "FP8" in here else "B200"
+        gpu = "H100" if "FP8" in here else "TPU v6e" if "INT8" in here else "B200"
         found.append(
             f"{', '.join(here)}: emulated on this target; for another one, "
             f'`mpx.autocast(..., target="{gpu}")`'
@@ -401,7 +402,7 @@ def _embedded(data: dict[str, object]) -> str:
 # --- The report -----------------------------------------------------------------------
 
 _FORMAT = "mpx report"
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -78,8 +78,9 @@ def monitor(
         formats: One or several formats to count in. A dtype ("float16", "bfloat16",
             "float8_e4m3fn", ...) or a `mpx.Format` counts unscaled values. A quantizer
             or a recipe counts values with the scales that it computes, which reads the
-            operands once more. By default float16 and `mpx.Format.HYBRID`: E4M3, and
-            E5M2 for gradients, as in recipes.
+            operands once more. If the legs of a recipe differ, it is counted for each
+            quantized leg: "RecipeByLeg wgrad". By default float16 and
+            `mpx.Format.HYBRID`: E4M3, and E5M2 for gradients, as in recipes.
         weights: The position or name of the argument that contains the weights, or
             several of them; by default those of an autocast function, else the first
             argument with a floating array, or the arrays of `func` itself.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from ..._base.dtypes import is_half
 from ..._base.errors import describe
 from ..._base.typing import AnyArray, DTypeLike
 from ..._quantize import (
-    AbstractQuantizer,
+    LEGS,
     AbstractRecipe,
     Format,
+    Leg,
+    Quantizer,
     Role,
     power_of_two,
     quantize_dequantize,
@@ -30,7 +32,7 @@ from ..._quantize import (
 
 CALL = "`formats` of `mpx.monitor`"
 
-Asked = DTypeLike | Format | AbstractQuantizer | AbstractRecipe
+Asked = DTypeLike | Format | Quantizer | AbstractRecipe
 
 
 class RoundingLoss(NamedTuple):
@@ -64,34 +66,76 @@ class AskedFormat:
 def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
     """Reads the formats that a user requests, one or several."""
     is_several = isinstance(formats, list | tuple)
-    found = tuple(map(_asked, formats if is_several else (formats,)))
+    every = formats if is_several else (formats,)
+    found = tuple(each for asked in every for each in _asked(asked))
     names = [each.name for each in found]
     if len(set(names)) < len(names):
         raise ValueError(f"{CALL} must be different; got {', '.join(names)}.")
     return found
 
 
-def _asked(asked: Any) -> AskedFormat:
+def _asked(asked: Any) -> list[AskedFormat]:
     if isinstance(asked, AbstractRecipe):
-        return _of_quantizer(type(asked).__name__, asked.quantizer)
-    if isinstance(asked, AbstractQuantizer):
-        return _of_quantizer(type(asked).__name__, lambda _: asked)
-    if isinstance(asked, Format):
-        return _of_format(asked)
+        return _of_recipe(asked)
+    if isinstance(asked, Quantizer):
+        return [_of_quantizer(asked.name, lambda _: asked)]
+    if isinstance(asked, Format) and asked is not Format.INT8:
+        return [_of_format(asked)]
     try:
         dtype = jnp.dtype(asked)
     except TypeError:
         dtype = np.dtype(object)
     if is_half(dtype):
-        return _plain(dtype.name, lambda _: dtype)
-    single = [f for f in Format if f is not Format.HYBRID and f.dtype == dtype]
+        return [_plain(dtype.name, lambda _: dtype)]
+    if asked is Format.INT8 or dtype == np.int8:
+        raise TypeError(
+            f"{CALL} count unscaled values, and integers of 8 bits need a scale; got "
+            f"{describe(asked)}. Pass `mpx.Int8CurrentScaling()`."
+        )
+    single = [f for f in Format if f.has_exponent and f.dtype == dtype]
     if not single:
         raise TypeError(
             f"{CALL} must be dtypes ('float16', 'bfloat16' and those of "
             "`mpx.Format`), formats such as `mpx.Format.E4M3`, quantizers and "
             f"recipes; got {describe(asked)}."
         )
-    return _of_format(single[0])
+    return [_of_format(single[0])]
+
+
+def _of_recipe(recipe: AbstractRecipe) -> list[AskedFormat]:
+    """Makes one format of a recipe, or one for each quantized leg, if they differ.
+
+    A transform and the kind of rounding are no difference: what is counted is that of
+    the first copy, rounded to nearest.
+    """
+    name, plain = type(recipe).__name__, {"hadamard": False, "signs": None}
+
+    def kind(role: Role, leg: Leg) -> Quantizer | None:
+        found = recipe.quantizer(role, leg=leg)
+        rounded = {**plain, "stochastic_rounding": False}
+        return None if found is None else dataclasses.replace(found, **rounded)
+
+    if all(kind(role, one) == kind(role, other) for role, (one, other) in LEGS.items()):
+        return [_of_quantizer(name, recipe.quantizer)]
+
+    def of_leg(leg: Leg) -> Callable[[Role], Quantizer | None]:
+        return lambda role: kind(role, leg) if leg in LEGS[role] else None
+
+    pairs = [(leg, of_leg(leg)) for leg in Leg]
+    # Both legs read one copy, along the axis of the first: see `Copies`.
+    shared = {
+        role
+        for role, (one, other) in LEGS.items()
+        if role is not Role.GRADIENT
+        and (found := kind(role, one)) == kind(role, other)
+        and found is not None
+        and found._is_folded
+    }
+    return [
+        _of_quantizer(f"{name} {leg.value}", found, leg, shared)
+        for leg, found in pairs
+        if any(map(found, Role))
+    ]
 
 
 def _of_format(format: Format) -> AskedFormat:
@@ -154,7 +198,10 @@ def _flag(flags: Array) -> Array:
 
 
 def _of_quantizer(
-    name: str, quantizer: Callable[[Role], AbstractQuantizer | None]
+    name: str,
+    quantizer: Callable[[Role], Quantizer | None],
+    leg: Leg | None = None,
+    shared: Set[Role] = frozenset(),
 ) -> AskedFormat:
     """Makes a format of values with the scales that a quantizer finds for them."""
 
@@ -165,27 +212,39 @@ def _of_quantizer(
             return RoundingLoss(zero, zero, zero, zero)
         if found.stochastic_rounding:
             found = dataclasses.replace(found, stochastic_rounding=False)
-        padded, axes = _in_blocks(x, found, axis)
+        of = None if kind in shared else leg
+        padded, axes = _in_blocks(x, found, _axis_of(of, kind, axis, x.ndim))
         rounded = quantize_dequantize(padded, found, axis=axes)
         # Removes the padding, and the axis that made blocks of a vector.
         rounded = rounded.reshape(rounded.shape[rounded.ndim - x.ndim :])
         rounded = rounded[tuple(map(slice, x.shape))]
         lost, size = jnp.abs(x - rounded), jnp.abs(x)
         half_step = 2.0 ** -(_mantissa_bits(found) + 1) * 1.01
-        is_below = lost > half_step * size
+        is_below, is_above = lost > half_step * size, ~jnp.isfinite(rounded)
+        if not isinstance(found.scale_from, str):  # a constant: others saturate
+            is_above |= size * found.scale_from > found.format.largest
         return RoundingLoss(
-            _flag(~jnp.isfinite(rounded)),
-            _flag(is_below),
+            _flag(is_above),
+            _flag(is_below & ~is_above),
             _flag((size > 0) & (rounded == 0)),
             lost,
         )
 
-    bits = getattr(quantizer(Role.INPUT), "format", Format.E4M3).forward.bits
-    return AskedFormat(name, bits, kept)
+    formats = [one.format for one in map(quantizer, Role) if one is not None]
+    return AskedFormat(name, (*formats, Format.E4M3)[0].bits, kept)
+
+
+def _axis_of(leg: Leg | None, kind: Role, axis: int, rank: int) -> int:
+    """Returns the axis that a leg contracts, from that of the first matmul met."""
+    if leg is None or rank < 2:
+        return axis
+    if kind is Role.GRADIENT:
+        return -1 if leg is Leg.DGRAD else -2
+    return axis if leg is Leg.FORWARD else -1 if axis % rank == rank - 2 else -2
 
 
 def _in_blocks(
-    x: Array, quantizer: AbstractQuantizer, axis: int
+    x: Array, quantizer: Quantizer, axis: int
 ) -> tuple[Array, int | tuple[int, ...]]:
     """Returns an array padded with zeros to whole blocks, and the blocks' axes."""
     dimensions = quantizer.block_dimensions
@@ -194,14 +253,18 @@ def _in_blocks(
     # A vector is one row of square blocks.
     x = x.reshape((1,) * (dimensions - x.ndim) + x.shape)
     axes = (axis % x.ndim,) if dimensions == 1 else (x.ndim - 2, x.ndim - 1)
-    block: int = getattr(quantizer, "block")  # noqa: B009
-    widths = [(0, -n % block if i in axes else 0) for i, n in enumerate(x.shape)]
+    widths = [
+        (0, -n % quantizer._multiple if i in axes else 0) for i, n in enumerate(x.shape)
+    ]
     padded = jnp.pad(x, widths) if any(more for _, more in widths) else x
     return padded, axes if dimensions == 2 else axes[0]
 
 
-def _mantissa_bits(quantizer: AbstractQuantizer) -> int:
-    return jnp.finfo(getattr(quantizer, "format", Format.E4M3).forward.dtype).nmant
+def _mantissa_bits(quantizer: Quantizer) -> int:
+    # Integers have the same steps everywhere: they are called small where E4M3 would
+    # lose less.
+    is_integer = quantizer.format is Format.INT8
+    return (Format.E4M3 if is_integer else quantizer.format)._info.nmant
 
 
 # --- Counts ---------------------------------------------------------------------------

@@ -82,6 +82,22 @@ def unless_rounded(w, x):  # 1 + 2^-9 is 1 in bfloat16, and not in float16
 
 
 @pytest.mark.slow
+def test_a_leg_of_a_quantized_matmul_is_named():
+    """Its sums cancel forward, and overflow in the gradient of its input."""
+    signs = jnp.where(jnp.arange(WIDTH) % 2, 1.0, -1.0)
+    w = WEIGHTS | {"hot": jnp.outer(signs, jnp.full(WIDTH, 3000.0))}
+
+    def loss(w, x):
+        return jnp.sum((jnp.tanh(x @ w["first"]) @ w["hot"]) @ w["last"])
+
+    recipe = mpx.quantization.RecipeByLeg(dgrad=mpx.Float8CurrentScaling())
+    report = mpx.blame(mpx.autocast(loss, "float16", recipe=recipe), ONE)(w, X)
+    assert report.verdict is mpx.reports.Verdict.PRECISION
+    first = report.first
+    assert (first.phase, first.gradient, first.kind) == ("backward", "dgrad", "inf")
+    assert first.parameters == ("['hot']",)
+
+
 def test_bfloat16_is_offered_where_it_would_do():
     text = 'it is finite without the rule: `mpx.autocast(loss, "bfloat16")`'
     report = blamed(by_weight)

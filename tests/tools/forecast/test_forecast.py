@@ -208,8 +208,8 @@ TWICE = ("delayed", mpx.DelayedScaling())
 BANDWIDTH = {"h100": {"bandwith": 1}}
 VALUE_ERRORS = {
     "got 'a100'": lambda: mpx.forecast(loss, targets="a100"),
-    "must be of float32, .*; got str 'int8'": lambda: mpx.forecast(
-        loss, ADAM, precisions="int8"
+    "must be of float32, .*; got str 'int4'": lambda: mpx.forecast(
+        loss, ADAM, precisions="int4"
     ),
     "at least one; got none": lambda: mpx.forecast(loss, targets=()),
     "a different label; got \\['delayed', 'delayed'\\]": lambda: mpx.forecast(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 
 import jax
@@ -11,7 +12,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._tools._counter import TARGETS
+from mpx._tools._counter import TARGETS, kernels_of, roof_seconds
 from mpx._tools._forecast._forecast_report import (
     Constant,
     Estimate,
@@ -21,7 +22,11 @@ from mpx._tools._forecast._forecast_report import (
     quantized,
 )
 from mpx._tools._forecast._forecast_views import Forecast, constant_text, tables
-from mpx._tools._forecast._steps import ForecastStep as Step, Variant as Precision
+from mpx._tools._forecast._steps import (
+    ForecastStep as Step,
+    Variant as Precision,
+    read_precisions,
+)
 
 HALF = Estimate(
     target="h100",
@@ -175,11 +180,36 @@ def test_rules_hold_for_what_they_name():
     assert [one.outputs for one in low] == [("bfloat16[512,4096]",)]
 
 
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
+INT8 = """ENTRY %main (a: s8[256,512], b: s8[512,128]) -> s32[256,128] {
+  %a = s8[256,512]{1,0} parameter(0)
+  %b = s8[512,128]{1,0} parameter(1)
+  ROOT %dot = s32[256,128]{1,0} dot(%a, %b), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}
+}"""
+
+
+def test_integers_of_8_bits_multiply_at_their_own_peak():
+    (kernel,) = kernels_of(INT8)
+    peaks = {"v5e": 393e12, "v5p": 918e12, "v6e": 1836e12, "tpu7x": 1153.5e12}
+    peaks |= {"h100": 1979e12, "b200": 4.5e15}
+    for name, peak in peaks.items():
+        roof = dataclasses.replace(TARGETS[name].roof, bandwidth=math.inf)
+        time = 2 * 256 * 512 * 128 / peak
+        assert roof_seconds([kernel], roof) == pytest.approx(time)
+    few, integers = read_precisions(("row-wise", "int8"), {})
+    assert few.options == {"recipe": mpx.Float8RowwiseScaling()}
+    assert integers.options == {"recipe": mpx.Int8CurrentScaling()}
+
+
 def test_rules_where_it_pays():
     roof = TARGETS["h100"].roof
     wide, narrow = 8192**3, 8192 * 64 * 64
     assert gain(wide, 3 * 8192**2, 3.0, roof) > 0
     assert gain(narrow, 8192 * 128 + 64 * 64, 3.0, roof) < 0
+    # Of TPUs without FP8 it is integers that gain; those of TPU7x are FP8's.
+    gains = [gain(wide, 3 * 8192**2, 3.0, TARGETS[name].roof) for name in TPUS]
+    assert min(gains) > 0
     roof = TARGETS["b200"].roof
     assert gain(wide, 3 * 8192**2, 3.0, roof, 4) > gain(wide, 3 * 8192**2, 3.0, roof, 8)
     small = Matmul("train.py:3", "head", "8192x64 by 64x64", narrow, 8192 * 128 + 64**2)

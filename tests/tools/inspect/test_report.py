@@ -19,6 +19,7 @@ from mpx._tools._inspect._report import (
     bytes_text,
     count_text,
     flops_text,
+    is_low,
     share_text,
     short_type,
 )
@@ -234,9 +235,66 @@ def test_a_product_whose_scales_go_in_before_it_is_in_8_bits():
 
 def test_a_backward_pass_in_high_precision_is_none_of_the_format():
     recipe = mpx.Float8CurrentScaling(backward_override="high_precision")
-    products = [o for o in quantized(recipe).operations if o.is_low]
-    found = [(o.phase, o.format) for o in products]
-    assert found == [("forward", "FP8"), *[("backward", "float32")] * 2]
+    products = [o for o in quantized(recipe).operations if o.leg]
+    found = [(o.leg, o.format, o.is_low) for o in products]
+    others = [(leg, "float32", False) for leg in ("dgrad", "wgrad")]
+    assert found == [("forward", "FP8", True), *others]
+
+
+BY_LEG = mpx.quantization.RecipeByLeg(
+    dgrad=mpx.Float8CurrentScaling(), wgrad=mpx.Int8CurrentScaling()
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "formats"),
+    [
+        ("TPU7x", ("bfloat16", "FP8", "bfloat16")),
+        ("TPU v6e", ("bfloat16", "bfloat16", "INT8")),
+        ("cpu", ("float32", "FP8", "INT8")),
+    ],
+)
+def test_each_leg_counts_under_its_own_format(target, formats):
+    report = quantized(BY_LEG, target)
+    products = {o.leg: o for o in report.operations if o.leg}
+    legs = ("forward", "dgrad", "wgrad")
+    assert tuple(products[leg].format for leg in legs) == formats
+    assert len({o.flops for o in products.values()}) == 1
+    few = sum(o.flops for o in products.values() if is_low(o.format))
+    assert report.totals.low_flops_share == few / report.totals.flops
+    assert "RecipeByLeg, forward: not quantized; dgrad" in products["dgrad"].reason
+    text, page = report.table(width=None), report._repr_html_()
+    assert "dot_general (dgrad)" in text and "dot_general (wgrad)" in text
+    assert type(report).from_json(report.to_json()) == report and "wgrad" in page
+    found = [o.leg for o in report.findings]
+    assert found == {"TPU7x": ["wgrad"], "TPU v6e": ["dgrad"], "cpu": []}[target]
+
+
+def test_integers_of_8_bits_count_as_flops_and_others_do_not():
+    def loss(w, x):
+        y = jax.lax.dot_general(
+            x.astype(jnp.int8),
+            w.astype(jnp.int8),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.int32,
+        )
+        return y, x.astype(jnp.int32) @ w.astype(jnp.int32)
+
+    report = mpx.explain(loss)(jnp.ones((8, 4)), jnp.ones((2, 8)))
+    products = [o for o in report.operations if o.primitive == "dot_general"]
+    found = [(o.precision, o.flops, o.leg) for o in products]
+    assert found == [("int8", 128, ""), ("int32", 0, "")]
+    assert "100.0 % of FLOPs in int8" in headline(report)
+
+
+def test_marks_of_legs_are_not_in_a_lowered_program():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    low = mpx.autocast(loss, recipe=BY_LEG, target="cpu")
+    lowered = jax.jit(jax.grad(low)).lower(jnp.ones((32, 32)), jnp.ones((8, 32)))
+    assert "quantized_wgrad" not in lowered.as_text()
+    assert "quantized_wgrad" in lowered.as_text(debug_info=True)
 
 
 def test_findings_are_shown_however_cheap_and_equal_operations_are_one_line():

@@ -20,7 +20,13 @@ from mpx._tools._watch._statistics import (
     round_to,
     tensor_statistics,
 )
-from mpx.quantization import Role, TensorQuantizer
+from mpx.quantization import (
+    Quantizer,
+    RecipeByLeg,
+    Role,
+    TensorQuantizer,
+    quantize_dequantize,
+)
 
 from ...helpers import slow_but, unchecked_annotations
 from .test_compare import LAYERS, SHAPES, WIDTH, data, weights
@@ -82,7 +88,7 @@ def test_rms_and_noise_hold_numbers_whose_squares_float32_does_not(size, kind):
     snr = 10 * np.log10(np.sum(wide**2) / noise)
     assert found.formats["bfloat16"].snr == pytest.approx(snr, abs=0.1)
     assert 53 < found.formats["bfloat16"].snr < 57
-    assert 29 < found.formats["TensorQuantizer"].snr < 33
+    assert 29 < found.formats["E4M3 tensor"].snr < 33
     half = found.formats["float16"].snr
     assert half == {1e30: -math.inf, 1e-30: 0.0}.get(size, half)
 
@@ -131,9 +137,53 @@ ASKED = [
     (mpx.DelayedScaling(), Role.WEIGHT, 25, 33),
     (mpx.Float8BlockScaling(), Role.WEIGHT, 25, 34),
     (mpx.MXFP8BlockScaling(), Role.INPUT, 25, 33),
+    (mpx.Float8RowwiseScaling(), Role.INPUT, 25, 33),
+    (mpx.Int8CurrentScaling(), Role.GRADIENT, 41, 45),
     (NVFP4, Role.WEIGHT, 15, 24),
     (NVFP4, Role.GRADIENT, 15, 24),
 ]
+
+
+def test_each_quantized_leg_is_counted_along_the_axis_that_it_contracts():
+    rows = mpx.Int8CurrentScaling()
+    recipe = RecipeByLeg(dgrad=CURRENT, wgrad=rows)
+    x = jax.random.normal(jax.random.key(0), (64, 32)) * jnp.arange(1.0, 33) ** 4
+
+    def snr_along(axis):
+        y = quantize_dequantize(x, rows.quantizer(Role.INPUT), axis=axis)
+        return 10 * np.log10(jnp.sum(x**2) / jnp.sum((x - y) ** 2))
+
+    assert snr_along(-2) > snr_along(-1) + 1
+    for kind, seen in ((Role.INPUT, "wgrad"), (Role.WEIGHT, "dgrad")):
+        found = statistics_of(x, recipe, kind).formats
+        assert list(found) == ["RecipeByLeg dgrad", "RecipeByLeg wgrad"]
+        snr = {name.split()[1]: one.snr for name, one in found.items()}
+        assert [leg for leg in snr if snr[leg] < math.inf] == [seen]
+    found = statistics_of(x, recipe, Role.GRADIENT).formats
+    assert 25 < found["RecipeByLeg dgrad"].snr < 35
+    for kind in (Role.INPUT, Role.GRADIENT):
+        wgrad = statistics_of(x, recipe, kind).formats["RecipeByLeg wgrad"]
+        assert wgrad.snr == pytest.approx(float(snr_along(-2)), abs=0.01)
+    # Equal legs are one format.
+    (found,) = asked_formats(RecipeByLeg(forward=rows, dgrad=rows, wgrad=rows))
+    assert found.name == "RecipeByLeg"
+
+
+def test_what_a_constant_scale_saturates_is_above():
+    x = jnp.array([1.0, 200.0, 1e-9, 0.0])
+    found = statistics_of(x, Quantizer(scale_from=4.0)).formats["E4M3 tensor"]
+    assert (found.above, found.below) == pytest.approx((1 / 3, 1 / 3))
+
+
+def test_legs_of_a_step_are_counted():
+    recipe = RecipeByLeg(wgrad=mpx.Int8CurrentScaling())
+    loss = mpx.autocast(
+        lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)), recipe=recipe
+    )
+    w, x = jnp.eye(32), jax.random.normal(jax.random.key(0), (16, 32))
+    _, seen = monitor(jax.grad(loss), recipe, sample=1)(w, x)
+    found = {row.kind: row.formats["RecipeByLeg wgrad"].snr for row in seen.rows[:2]}
+    assert 30 < found["input"] < 50 and found["weight"] == math.inf
 
 
 @pytest.mark.parametrize(
@@ -454,6 +504,7 @@ ones = functools.partial(jnp.ones, 3)
         (lambda: monitor(3), TypeError, "`mpx.monitor.func.` needs .*; got int 3"),
         (lambda: monitor(jnp.sum, "int8"), TypeError, "`formats` of .*'int8'"),
         (lambda: mpx.monitor(len, sample=0), ValueError, "`sample` of .* got int 0"),
+        (lambda: monitor(jnp.sum, mpx.Format.INT8), TypeError, "`mpx.Int8CurrentSc"),
         (lambda: monitor(jnp.sum, 7), TypeError, "`formats` of .* got int 7"),
         (lambda: monitor(len, TWICE), ValueError, "different; got float16, float16"),
         (lambda: monitor(jnp.sum, "float16")(ones()), ValueError, "found no matmul"),

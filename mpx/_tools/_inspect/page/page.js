@@ -44,7 +44,7 @@
     if (precision.startsWith("MXFP8")) return "--blocks";
     if (/^(NVFP4|float4_)/.test(precision)) return "--four";
     if (precision === "bfloat16" || precision === "float16") return "--half";
-    if (/^(FP8|float8|float6_)/.test(precision)) return "--low";
+    if (/^(FP8|float8|float6_|INT8|u?int8)/.test(precision)) return "--low";
     if (precision === "float32") return "--full";
     if (precision === "mixed") return "--mixed";
     if (/^(float64|complex)/.test(precision)) return "--wide";
@@ -165,7 +165,7 @@
     try { history.replaceState(null, "", address); } catch { /* in a frame */ }
   }
 
-  const haystack = (o) => [o.primitive, o.where, o.scope, o.function, o.phase,
+  const haystack = (o) => [o.primitive, o.where, o.scope, o.function, o.phase, o.leg,
     o.inputs.join(" "), o.outputs.join(" "), o.precision, o.format, o.rule, o.reason, o.finding,
     o.parameters.join(" "), o.source, o.inside.join(" "), shortType(o.precision),
     ...o.inputs.map(shortType), ...o.outputs.map(shortType)].join("\n").toLowerCase();
@@ -181,7 +181,7 @@
       (!view.findings || o.finding) &&
       (!view.costly || o.flops || o.is_cast);
   }
-  const sameKey = (o) => [o.primitive, o.where, o.phase, o.inputs, o.outputs, o.rule,
+  const sameKey = (o) => [o.primitive, o.where, o.phase, o.leg, o.inputs, o.outputs, o.rule,
     o.finding, o.source, o.inside, o.unknown_loops, o.stack].join("\n");
   function grouped(found) {
     const groups = new Map();
@@ -222,6 +222,7 @@
   }
   const types = (list) => list.flatMap((type) => [
     make("span", { class: "type" }, shortType(type)), " "]);
+  const LEGS = { dgrad: " dgrad", wgrad: " wgrad" };
   const PHASES = { forward: "", backward: " backward", recompute: " recompute" };
   function rowOf(o, largest) {
     const row = make("tr", {
@@ -229,7 +230,7 @@
     },
     make("td", { class: "number-cell" }, String(o.number)),
     make("td", {}, make("code", {}, o.primitive),
-      make("span", { class: "again" }, PHASES[o.phase] +
+      make("span", { class: "again" }, (LEGS[o.leg] || PHASES[o.phase]) +
         (o.count > 1 ? " \u00d7" + o.count : ""))),
     make("td", {}, o.shown ? make("span", { class: "chip" }, shortType(o.shown)) : ""),
     make("td", { class: "where code" }, o.where),
@@ -258,7 +259,7 @@
     const items = [
       ["operands", o.inputs.join("  ")], ["results", o.outputs.join("  ")],
       ["scope", o.scope], ["functions", o.function], ["inside of", o.inside.join(" > ")],
-      ["pass", o.phase], ["format", o.format], ["computed in", o.precision],
+      ["pass", o.phase], ["leg", o.leg], ["format", o.format], ["computed in", o.precision],
       ["rule", o.rule], ["reason", o.reason],
       ["weights", o.parameters.join(", ")],
       ["FLOPs", o.flops === null ? "not known" : countText(o.flops)],
