@@ -12,6 +12,7 @@ import optax
 
 import mpx
 from mpx.contrib import PallasKernel
+from mpx.quantization import RecipeByLeg
 
 from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction, no_scaling
 
@@ -20,6 +21,14 @@ RECIPES = {
     "current": mpx.Float8CurrentScaling(),
     "mxfp8": mpx.MXFP8BlockScaling(),
     "nvfp4": mpx.NVFP4BlockScaling(),
+    "row-wise": mpx.Float8RowwiseScaling(),
+    "int8": mpx.Int8CurrentScaling(),
+    "int8, one scale": mpx.Int8CurrentScaling(one_scale=True),
+}
+_ROWS, _FP8 = RECIPES["row-wise"], RECIPES["current"]
+BY_LEG = {
+    "forward half": RecipeByLeg(dgrad=_FP8, wgrad=_FP8),
+    "wgrad half": RecipeByLeg(forward=_ROWS, dgrad=_ROWS),
 }
 # Those with a kernel of Pallas.
 BY_KERNEL = {
@@ -144,6 +153,7 @@ ON_CPU = {
         autocast_arm("mpx float16", "float16"),
         autocast_arm("mpx delayed", recipe=RECIPES["delayed"]),
         autocast_arm("mpx current", recipe=RECIPES["current"]),
+        autocast_arm("mpx int8", recipe=RECIPES["int8"]),
     )
 }
 
@@ -157,4 +167,8 @@ ON_TPU = {
         first_scaling=lambda *_: mpx.NoLossScaling(skip="loss"),
     ),
     "unchecked": _alone("unchecked"),
+    **{
+        f"{name}, unchecked": _alone(name, recipe=RECIPES[name])
+        for name in ("row-wise", "int8", "int8, one scale")
+    },
 }

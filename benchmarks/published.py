@@ -203,8 +203,8 @@ def tables(found: Results) -> Iterator[Table]:
 _NOTES = (
     "*Published* is measured with others' programs, *forecast* (modelled, the middle "
     "of best and worst case) is of mpx's program of these sizes; no constant of the "
-    "model is from these numbers. (1) mpx has no row-wise scaling: its per-tensor "
-    "scaling in its place. (2) On one device, without FSDP. (3) One layer of experts "
+    "model is from these numbers. (1) Forecast with one scale "
+    "for each tensor. (2) On one device, without FSDP. (3) One layer of experts "
     "without its routing; rows for each expert are assumed. mpx's block scaling does "
     "not reach the FP8 units of Hopper, so there it does not pay.",
 )

@@ -18,6 +18,8 @@ from ..models.layers import NAIVE, build as build_layers
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
+from .program import compile as compile, text_of
+from .whole_steps_tpu import products
 
 ARMS = {
     "h100": ("delayed", "current"),
@@ -60,6 +62,20 @@ CASES = [
     for size in SIZES
     for arm in (NAIVE, *arms)
 ]
+# A size at which the product of each leg is told by its result. Of the three, so many
+# are to be of 8 bits, on these targets.
+LEGS = (1024, 2048, 4096)
+_FP8 = ("h100", "b200", "tpu7x")
+IN_8_BITS = {
+    "current": (3, _FP8),
+    "row-wise": (3, _FP8),
+    "int8": (3, ("h100", "b200", "v5e")),
+    "forward half": (2, _FP8),
+    "wgrad half": (2, _FP8),
+    "mxfp8": (3, ("b200",)),
+}
+BY_LEG = ("h100", "b200", "v5e", "tpu7x")
+CASES += [Case(target, *LEGS, arm) for target in BY_LEG for arm in IN_8_BITS]
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
@@ -71,13 +87,27 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The roof, and how many kernels there are."""
-    found = counter.kernels_of(compiled.as_text())
-    roof = TARGETS[fields["target"]].roof
+    text = text_of(compiled)
+    found, roof = counter.kernels_of(text), TARGETS[fields["target"]].roof
+    sizes = fields["tokens"], fields["inputs"], fields["outputs"]
     return {
+        **({"legs": _by_leg(text)} if sizes == LEGS else {}),
         "roof": counter.roof_seconds(found, roof),
         "traffic": counter.traffic(found),
         "kernels": sum(kernel.times for kernel in found),
     }
+
+
+def _by_leg(text: str) -> dict[str, str]:
+    """The dtypes of the operands of each leg's product."""
+    tokens, inputs, outputs = LEGS
+    legs = {"forward": {tokens, outputs}, "dgrad": {tokens, inputs}}
+    legs["wgrad"] = {inputs, outputs}
+    found = dict.fromkeys(legs, "")
+    for left, right, y in products(counter.parse(text)):
+        (leg,) = (name for name, sizes in legs.items() if {*y.shape} - {1} == sizes)
+        found[leg] = " x ".join(dict.fromkeys((left.kind, right.kind)))
+    return found
 
 
 # --- What is shown --------------------------------------------------------------------
@@ -100,6 +130,16 @@ def tables(found: Results) -> Iterator[Table]:
             ["tokens x inputs to outputs", *heads],
             rows,
             [_NOTE],
+        )
+    of_legs = every.get(("h100", *LEGS)) and {x: every[x, *LEGS] for x in BY_LEG}
+    if of_legs:
+        yield Table(
+            "Operands of a layer's products by leg: forward / dgrad / wgrad",
+            ["recipe", *(TARGETS[one].title for one in BY_LEG)],
+            [
+                [arm, *(" / ".join(of_legs[x][arm]["legs"].values()) for x in BY_LEG)]
+                for arm in IN_8_BITS
+            ],
         )
 
 
@@ -124,3 +164,9 @@ def goals(found: Results) -> Iterator[Goal]:
             value = counts[NAIVE]["roof"] / counts[arm]["roof"]
             text = f"{arm} pays at 8192: {value:.2f}, {TARGETS[target].title}"
             yield Goal(text, value > 1)
+    for arm, (count, targets) in IN_8_BITS.items():
+        for target in targets if ("h100", *LEGS) in every else ():
+            legs = every[target, *LEGS][arm]["legs"].values()
+            found_count = sum("16" not in one for one in legs)
+            text = f"{arm}: {found_count} of {count} products in 8 bits"
+            yield Goal(f"{text}, {TARGETS[target].title}", found_count == count)

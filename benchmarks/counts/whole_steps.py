@@ -23,6 +23,7 @@ from .cost import compile_twice as compile, count as count  # noqa: F401
 
 AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
 BLOCKS = ("mxfp8", "nvfp4", "mxfp8 by Pallas", "nvfp4 by Pallas")
+ROWS, INT8 = "row-wise", "int8"
 BY_HAND, BY_JAX = "FP8 by hand", ("jax.nn MXFP8", "jax.nn NVFP4")
 _EVERY = (AUTOCAST, DELAYED, CURRENT)
 ARMS = {"h100": _EVERY, "b200": (*_EVERY, *BLOCKS)}
@@ -41,8 +42,8 @@ STEPS: tuple[tuple[str, str, Kept], ...] = (
 _MORE: dict[tuple[str, str, Kept], tuple[str, ...]] = {
     ("h100", "Llama", "masters"): (STORED,),
     ("h100", "LoRA", "frozen"): (STORED,),
-    ("h100", "ffn", "float32"): (BY_HAND,),
-    ("b200", "ffn", "float32"): (BY_HAND, *BY_JAX),
+    ("h100", "ffn", "float32"): (BY_HAND, ROWS, INT8),
+    ("b200", "ffn", "float32"): (BY_HAND, *BY_JAX, ROWS),
 }
 # Of other kinds; with peers where they quantize what mpx does, and need no change.
 _MICRO, _BY_MATMULS = "Llama of 2, micro-batches", ("long Llama", "DiT")
@@ -110,7 +111,7 @@ def tables(found: Results) -> Iterator[Table]:
 
 
 def _side_by_side(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
-    ours = (AUTOCAST, DELAYED, CURRENT, STORED, *BLOCKS)
+    ours = (AUTOCAST, DELAYED, CURRENT, ROWS, INT8, STORED, *BLOCKS)
     rows = []
     for (target, whole, weights), found in counts.items():
         naive = found[NAIVE]
@@ -229,6 +230,7 @@ LIMITS = (
     Limit(("h100", "Llama, scan", "masters"), DELAYED, 1.04, 1.29, 10.1),
     Limit(("h100", "Llama, no remat", "masters"), DELAYED, 1.08, 1.25),
     Limit(("h100", "ffn", "masters"), DELAYED, 1.02, 1.55),
+    Limit(("h100", "ffn", "float32"), ROWS, 1.10, 1.45),
     Limit(("h100", "GPT", "float32"), DELAYED, 1.15, 1.09),
     Limit(("h100", "GPT", "masters"), DELAYED, 1.15, 1.09),
     Limit(("h100", "LoRA", "frozen"), DELAYED, 0.97, 1.34, 3.05),

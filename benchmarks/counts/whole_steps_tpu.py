@@ -23,6 +23,9 @@ BY_LOSS, UNCHECKED, CURRENT = "by the loss", "unchecked", whole_steps.CURRENT
 ARMS = (FLOAT32, NAIVE, DEFAULT, FULL, BY_LOSS, UNCHECKED)
 _BY_OTHERS = (whole_steps.BY_HAND, FLAX, QWIX)
 _8_BITS = (NAIVE, DEFAULT, whole_steps.DELAYED, CURRENT, *_BY_OTHERS)
+_INT8 = ("int8, one scale", "int8")
+_BY_INT8 = (*_INT8, *(f"{one}, unchecked" for one in _INT8))
+_ROWS = ("row-wise", "row-wise, unchecked")
 _F32, _HALF = (f", scores in {one}" for one in SCORES)
 _LLAMA, _SCAN, VIT = "Llama of 2", "Llama of 4 in a scan", "desktop ViT"
 WHAT = ("memory", "traffic", "all")
@@ -51,10 +54,15 @@ _V5E: dict[tuple[str, Kept], tuple[float, float, float]] = {
 STEPS: list[Row] = [("v5e", *step) for step in _V5E]
 STEPS += [("v6e", *step) for step in _V5E if _LLAMA in step[0] or "masters" in step]
 CASES = [Case(*step, arm) for step in STEPS for arm in ARMS]
-CASES += [Case("tpu7x", "ffn", "float32", arm) for arm in _8_BITS]
+CASES += [Case("tpu7x", "ffn", "float32", arm) for arm in (*_8_BITS, *_ROWS)]
+CASES += [Case("v5e", "ffn", "float32", arm) for arm in _BY_INT8]
+_CHIPS = ("v5p", "v6e")
+CASES += [Case(x, "ffn", "float32", arm) for x in _CHIPS for arm in (NAIVE, *_INT8)]
 LIMITS = [(("v5e", *step), DEFAULT, most) for step, most in _V5E.items()]
 LIMITS += [(("v5e", "ResNet of 224", "float32"), UNCHECKED, (1.00, 1.02, 0))]
 LIMITS += [(("v5e", "ffn", "float32"), BY_LOSS, (0, 1.08, 0))]
+LIMITS += [(("v5e", "ffn", "float32"), _BY_INT8[2], (0, 1.10, 0))]
+LIMITS += [(("v5e", "ffn", "float32"), _BY_INT8[3], (0, 1.13, 0))]
 LIMITS += [(("tpu7x", "ffn", "float32"), CURRENT, (0, 1.15, 0))]
 
 
@@ -74,7 +82,10 @@ def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if any(None in module.trips.values() for module in modules):
         raise ValueError(f"the number of turns of all loops must be known; {fields}")
     kernels = counter.kernels_of(program.text)
-    found = _products(modules[0], modules[0].kernels(lambda *_: 0))
+    found = (
+        f"{left.kind} x {right.kind} > {y.kind}"
+        for left, right, y in products(modules[0])
+    )
     return {
         "memory": program.memory,
         "traffic": counter.traffic(kernels),
@@ -84,12 +95,17 @@ def count(program: Any, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[str]:
-    """The dtypes of operands and result of each matmul or convolution that runs."""
+def products(module: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The operands and the result of each matmul or convolution that runs."""
+    return _products(module, module.kernels(lambda *_: 0))
+
+
+def _products(module: Any, runs: Iterable[tuple[Any, Any, int]]) -> Iterator[Any]:
     for one, body, times in runs:
-        if one.opcode in ("convolution", "dot"):
-            left, right = (body[name].results[0].kind for name in one.operands)
-            yield from [f"{left} x {right} > {one.results[0].kind}"] * times
+        is_call = one.target.startswith(("__cublas", "__cudnn$block"))
+        if one.opcode in ("convolution", "dot") or is_call:
+            left, right = (body[name].results[0] for name in one.operands[:2])
+            yield from [(left, right, one.results[0])] * times
         for name in one.runs:
             inside = module.computations[name]
             inner = ((each, inside, times) for each in inside.values())
@@ -106,7 +122,11 @@ def _where(row: Row) -> str:
 
 def tables(found: Results) -> Iterator[Table]:
     """All arms of a step side by side."""
-    arms = [arm for arm in dict.fromkeys((*ARMS, *_8_BITS)) if arm != NAIVE]
+    arms = [
+        arm
+        for arm in dict.fromkeys((*ARMS, *_8_BITS, *_ROWS, *_BY_INT8))
+        if arm != NAIVE
+    ]
     rows = []
     for row, one in found.counts_by("target", "whole", "weights").items():
         naive = [one[NAIVE][what] for what in WHAT]
@@ -145,3 +165,9 @@ def goals(found: Results) -> Iterator[Goal]:
                 share = round(counts[row][arm][what] / counts[row][NAIVE][what], 2)
                 text = f"{what} to naive's at most {most}: {share:.2f}: {arm}"
                 yield Goal(f"{text}, {_where(row)}", share <= most)
+    for row, arms in counts.items():
+        for arm in arms.keys() & {*_BY_INT8}:
+            count = arms[arm]["products"].get("s8 x s8 > s32", 0)
+            yield Goal(
+                f"{arm}: {count} of 12 products in int8, {_where(row)}", count == 12
+            )

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 import mpx
 
-from ..our_arms import RECIPES, unscaled_on_purpose
+from ..our_arms import BY_LEG, RECIPES as _RECIPES, unscaled_on_purpose
 from ..steps import ArrayStep, built
 
 NAIVE = "naive bfloat16"
+RECIPES = _RECIPES | BY_LEG
 ARMS = ("float32", NAIVE, "autocast bfloat16", "autocast float16", *RECIPES)
 
 

@@ -46,8 +46,9 @@ WITHOUT = {
     "nvfp4 without square blocks": "disable_2d_quantization",
 }
 PLAIN = "nvfp4 without all three"
-EIGHT_BITS = ("delayed", "current", "block", "mxfp8")
-ARMS = ("bfloat16", *EIGHT_BITS, "nvfp4", *WITHOUT, PLAIN)
+INT8 = "int8, one scale"
+EIGHT_BITS = ("delayed", "current", "row-wise", "block", "mxfp8", "int8")
+ARMS = ("bfloat16", *EIGHT_BITS, INT8, "nvfp4", *WITHOUT, PLAIN)
 WITH_TECHNIQUES = ("nvfp4", PLAIN)
 
 
@@ -57,6 +58,7 @@ def recipes() -> dict[str, Any]:
     from examples.precisions import AUTOCAST, RECIPES
 
     found: dict[str, Any] = {arm: AUTOCAST[arm]["recipe"] for arm in RECIPES}
+    found[INT8] = mpx.Int8CurrentScaling(one_scale=True)
     for arm, option in WITHOUT.items():
         found[arm] = mpx.NVFP4BlockScaling(**{option: True})
     found[PLAIN] = mpx.NVFP4BlockScaling(**dict.fromkeys(WITHOUT.values(), True))
@@ -157,7 +159,9 @@ def technique_of(recipe: Any) -> Callable[..., dict[str, float]]:
         forward, backward = (
             mpx.quantization.quantize_dequantize(w, weight, axis=a) for a in axes
         )
-        tokens = recipe.quantizer(mpx.quantization.Role.INPUT, for_wgrad=True)
+        tokens = recipe.quantizer(
+            mpx.quantization.Role.INPUT, leg=mpx.quantization.Leg.WGRAD
+        )
         kept = np.asarray(mpx.quantization.quantize_dequantize(x, tokens, axis=0))
         draws = [np.asarray(quantized(g[:64], key), np.float64) for key in keys]
         return {

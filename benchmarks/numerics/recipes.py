@@ -25,7 +25,7 @@ from .interval import mean_interval
 SEEDS = 10
 STEPS = 200
 ARMS = ("float32", "float16", "bfloat16")
-ARMS += ("delayed", "current", "block", "mxfp8", "nvfp4")
+ARMS += ("delayed", "current", "row-wise", "block", "mxfp8", "nvfp4", "int8")
 # With the residual stream and the scores that TPUs have by default.
 ON_TPU = "bfloat16, TPU"
 ARMS += (ON_TPU,)
@@ -155,12 +155,12 @@ def goals(found: Results) -> Iterator[Goal]:
             yield Goal(text, interval.lies_within(limit))
 
 
-# Okabe and Ito (2008).
+# Okabe and Ito (2008), and two more.
 _COLORS = dict(
     zip(
         ARMS,
-        "#999999 #0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000 "
-        "#F0E442".split(),
+        "#999999 #0072B2 #E69F00 #009E73 #D55E00 #8B5A2B #CC79A7 #56B4E9 #000000 "
+        "#6A3D9A #F0E442".split(),
         strict=True,
     )
 )

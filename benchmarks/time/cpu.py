@@ -93,7 +93,7 @@ FLOAT32, NAIVE, OURS = "float32", "naive bfloat16", "mpx bfloat16"
 FORM, PLAIN = "mpx bfloat16, form for units", "mpx bfloat16, plain form"
 AUTOCAST = "PyTorch autocast"
 _BOTH = (FLOAT32, NAIVE, "Flax bfloat16", OURS)
-_BOTH += ("mpx float16", "mpx delayed", "mpx current")
+_BOTH += ("mpx float16", "mpx delayed", "mpx current", "mpx int8")
 # The first of each environment is what the others are compared with.
 ARMS = {
     "ours": (*_BOTH, FORM, PLAIN),  # JAX since 0.11 always has the form
