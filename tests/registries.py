@@ -20,17 +20,22 @@ RECIPES: dict[str, mpx.quantization.AbstractRecipe] = {
     "mxfp8": mpx.MXFP8BlockScaling(),
     "nvfp4": mpx.NVFP4BlockScaling(),
     "custom": mpx.CustomRecipe(
-        lambda role, _: (
+        lambda role, leg: (
             mpx.quantization.NVFP4Quantizer()
             if role is mpx.quantization.Role.INPUT
             else mpx.quantization.TensorQuantizer()
         )
     ),
+    "rowwise": mpx.Float8RowwiseScaling(),
+    "int8": mpx.Int8CurrentScaling(),
+    "by leg": mpx.quantization.RecipeByLeg(
+        forward=mpx.Int8CurrentScaling(), dgrad=mpx.Float8CurrentScaling()
+    ),
 }
 # Those whose scales are known from the operands at hand.
 STATELESS = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
 
-QUANTIZERS: dict[str, mpx.quantization.AbstractQuantizer] = {
+QUANTIZERS: dict[str, mpx.quantization.Quantizer] = {
     "E4M3": mpx.quantization.TensorQuantizer(),
     "E5M2": mpx.quantization.TensorQuantizer(mpx.Format.E5M2),
     "power of two": mpx.quantization.TensorQuantizer(power_of_two_scales=True),
@@ -39,8 +44,12 @@ QUANTIZERS: dict[str, mpx.quantization.AbstractQuantizer] = {
     "mxfp8": mpx.quantization.MXFP8Quantizer(),
     "nvfp4": mpx.quantization.NVFP4Quantizer(),
     "square nvfp4": mpx.quantization.NVFP4Quantizer(2),
+    "rows": mpx.quantization.Quantizer(block_dimensions=1),
+    "int8": mpx.quantization.Quantizer(mpx.Format.INT8),
+    "constant": mpx.quantization.Quantizer(scale_from=4.0),
 }
 
+# Of floats; integers have no bits of an exponent to go through.
 FORMATS = {"E4M3": mpx.Format.E4M3, "E5M2": mpx.Format.E5M2, "E2M1": mpx.Format.E2M1}
 
 # Ways to call a function of arrays with one result; each must give the same bits.

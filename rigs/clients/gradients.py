@@ -25,7 +25,7 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "mxfp8": mpx.MXFP8BlockScaling,
     "nvfp4": mpx.NVFP4BlockScaling,
 }
-QUANTIZERS: dict[str, mpx.quantization.AbstractQuantizer] = {
+QUANTIZERS: dict[str, mpx.quantization.Quantizer] = {
     "current": mpx.quantization.TensorQuantizer(),
     "delayed": mpx.quantization.TensorQuantizer(),
     "mxfp8": mpx.quantization.MXFP8Quantizer(),

@@ -339,7 +339,7 @@ def _rounded(built: Built) -> Built:
     return built._replace(params=params, batch=batch)
 
 
-def rounded_by(built: Built, quantizer: mpx.quantization.AbstractQuantizer) -> Built:
+def rounded_by(built: Built, quantizer: mpx.quantization.Quantizer) -> Built:
     """The program with weights and inputs rounded by hand as a recipe rounds them."""
 
     def rounded(x: Any) -> Any:

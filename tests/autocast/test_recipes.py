@@ -326,13 +326,13 @@ def test_convolutions():
         mpx.autocast(func, recipe=MXFP8)(kernel, x)
 
 
-def tensor_quantizers(role, for_wgrad):
+def tensor_quantizers(role, leg):
     is_gradient = role is mpx.quantization.Role.GRADIENT
     made = mpx.Format.E5M2 if is_gradient else mpx.Format.E4M3
     return mpx.quantization.TensorQuantizer(made)
 
 
-def block_quantizers(role, for_wgrad):
+def block_quantizers(role, leg):
     is_gradient = role is mpx.quantization.Role.GRADIENT
     made = mpx.quantization
     return made.MXFP8Quantizer() if is_gradient else made.TensorQuantizer()

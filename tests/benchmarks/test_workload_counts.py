@@ -107,13 +107,18 @@ def test_goals_and_tables(traffic, met):
     for case in product_counts.CASES:
         roof = 1.0 if case.product == layers.NAIVE else traffic
         counts = {"roof": roof, "traffic": roof, "kernels": 1}
+        few, _ = product_counts.IN_8_BITS.get(case.product, (0, ()))
+        legs = ["s8"] * (few if met else 1) + ["bf16"] * 3
+        counts["legs"] = dict(zip(("forward", "dgrad", "wgrad"), legs, strict=False))
         found.records.append({**dataclasses.asdict(case), "counts": counts})
     parts = half, product_counts
     goals = [goal for part in parts for goal in part.goals(found)]
-    assert len(goals) == 4 * len(half.MODELS) + 6
+    by_leg = sum(len(targets) for _, targets in product_counts.IN_8_BITS.values())
+    assert len(goals) == 4 * len(half.MODELS) + 6 + by_leg
     missed = [goal.text for goal in goals if not goal.met]
     assert not missed if met else len(missed) > 20
-    (small,), (single,) = (part.tables(found) for part in parts)
+    (small,), (single, legs) = (part.tables(found) for part in parts)
+    assert [row[0] for row in legs.rows] == list(product_counts.IN_8_BITS)
     assert len(single.rows) == len(product_counts.SIZES)
     assert ("**" in single.rows[0][1]) != met
     assert len(small.rows) == len(half.MODELS)

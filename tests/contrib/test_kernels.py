@@ -19,7 +19,7 @@ from mpx._quantize._products._operands import Copies, _packed_along
 from mpx.contrib._four_bits import quantize_four_bits
 from mpx.contrib._pallas import in_both_layouts
 from mpx.contrib._tiles import has_tiles
-from mpx.quantization import MXFP8Quantizer, NVFP4Quantizer, Role, quantize
+from mpx.quantization import Leg, MXFP8Quantizer, NVFP4Quantizer, Role, quantize
 from tests.collectives import compiled
 from tests.contrib import kernels
 from tests.contrib.kernels import lowered, two_axes, wild
@@ -58,7 +58,7 @@ def by_xla(x, kind, recipe=XLA, step=3, rounded_to=None):
 def interpreted(x, kind, recipe=XLA, step=3, rounded_to=None):
     if isinstance(kind, mpx.Format):
         return in_both_layouts(x, kind, rounded_to, interpret=True)
-    second = recipe.quantizer(kind, for_wgrad=kind is not Role.WEIGHT)
+    second = recipe.quantizer(kind, leg=Leg.DGRAD if kind is Role.WEIGHT else Leg.WGRAD)
     options = {"step": jnp.int32(step), "rounded_to": rounded_to, "interpret": True}
     both = recipe.quantizer(kind), second
     return quantize_four_bits(x, both, HALF, AXES[kind], alone, **options)
@@ -260,7 +260,7 @@ def test_eight_bits_in_shard_map():
 def test_four_bits_in_shard_map():
     x, role = integers((256, 128)), Role.INPUT
     join, specs = joined_over(("a", "b"), all_vary=True), P("a", "b")
-    both = PALLAS.quantizer(role), PALLAS.quantizer(role, for_wgrad=True)
+    both = PALLAS.quantizer(role), PALLAS.quantizer(role, leg=Leg.WGRAD)
 
     def dequantized(x, interpret=True, join=join):
         args = both, HALF, AXES[role], join

@@ -9,11 +9,11 @@ import numpy as np
 
 import mpx
 from mpx.quantization import (
-    AbstractQuantizer,
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     QuantizedArray,
+    Quantizer,
     TensorQuantizer,
 )
 from tests.reference import low_precision as reference
@@ -65,7 +65,7 @@ def _nvfp4(shape):
 _E4M3, _E5M2 = reference.E4M3, reference.E5M2
 _FORMAT = mpx.Format
 # A new quantizer, or option, is covered by one line here.
-QUANTIZERS: dict[str, tuple[AbstractQuantizer, Callable[[Any], Expected]]] = {
+QUANTIZERS: dict[str, tuple[Quantizer, Callable[[Any], Expected]]] = {
     "tensor e4m3": (TensorQuantizer(), _float32(_E4M3, False)),
     "tensor e5m2": (TensorQuantizer(_FORMAT.E5M2), _float32(_E5M2, False)),
     "tensor power of two": (

@@ -19,10 +19,11 @@ from mpx._quantize import LinearProduct, Target, quantized_product
 from mpx._quantize._formats._blocks import alone
 from mpx._quantize._products._operands import Copies
 from mpx.quantization import (
-    AbstractQuantizer,
     AbstractRecipe,
+    Leg,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     Role,
     hadamard_transform,
 )
@@ -135,6 +136,29 @@ def tensor(bits, power_of_two: bool = False, scale: float | None = None) -> Roun
     return rounder
 
 
+def scale_of(x: np.ndarray, bits: reference.Bits | None, axes=(-1,)) -> np.ndarray:
+    """One for each row, or each matrix; a power of two for rows; 127 without bits."""
+    amax = np.abs(x).max(axes, keepdims=True).astype(np.float32)
+    largest = np.float32(bits.largest if bits else 127)
+    found = np.where(amax == 0, np.float32(1), largest / np.where(amax == 0, 1, amax))
+    if bits and axes == (-1,):
+        found = 2 ** np.floor(np.log2(found.astype(np.float64)))
+    return found.astype(np.float32)
+
+
+def rows(bits: reference.Bits | None = None, axes=(-1,)) -> Rounder:
+    def rounder(x: np.ndarray, for_wgrad: bool) -> np.ndarray:
+        scale = scale_of(x, bits, axes)
+        scaled = (x * scale).astype(np.float32)
+        if bits is None:
+            numbers = np.round(scaled).astype(np.float64)
+        else:
+            numbers = reference.decode(reference.encode(scaled, bits), bits)
+        return numbers * np.float64(np.float32(1) / scale)
+
+    return rounder
+
+
 def blocks(shape: tuple[int, int], bits=reference.E4M3) -> Rounder:
     def rounder(x: np.ndarray, for_wgrad: bool) -> np.ndarray:
         flat = _flat(x, 128, shape[0] > 1)
@@ -179,12 +203,13 @@ def as_is(x: np.ndarray, for_wgrad: bool) -> np.ndarray:
 class Recipe:
     """A recipe and the oracles of input, weight and gradient.
 
-    `backward` are those of x and w in the backward pass, where they are others.
+    `backward` are those of x and w in the backward pass, where they are others; a
+    format if their scales are folded into the gradient there.
     """
 
     recipe: AbstractRecipe
     rounders: tuple[Rounder, Rounder, Rounder]
-    backward: str | None = None
+    backward: str | reference.Bits | None = None
     scales: tuple[float, float, float] | None = None
 
 
@@ -193,7 +218,7 @@ _CURRENT = (tensor(_E4M3), tensor(_E4M3), tensor(_E5M2))
 _SCALES = (64.0, 300.0, 0.5)
 
 
-def _mixed(role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
+def _mixed(role: Role, leg: Leg) -> Quantizer | None:
     """Quantizers that have nothing in common, and one that is missing."""
     if role is Role.INPUT:
         return NVFP4Quantizer()
@@ -212,6 +237,15 @@ RECIPES = {
     ),
     "delayed, warm start": Recipe(
         mpx.DelayedScaling(warm_start=True), _CURRENT, scales=(0, 0, 0)
+    ),
+    "current, each matrix": Recipe(
+        mpx.Float8CurrentScaling(one_scale_per_matrix=True),
+        (rows(_E4M3, (-2, -1)), rows(_E4M3, (-2, -1)), rows(_E5M2, (-2, -1))),
+    ),
+    "rows": Recipe(mpx.Float8RowwiseScaling(), (rows(_E4M3),) * 3, _E4M3),
+    "int8": Recipe(mpx.Int8CurrentScaling(), (rows(),) * 3, "integers"),
+    "int8, one scale": Recipe(
+        mpx.Int8CurrentScaling(one_scale=True), (rows(None, (-3, -2, -1)),) * 3
     ),
     "blocks": Recipe(
         mpx.Float8BlockScaling(),
@@ -358,13 +392,25 @@ def expected(recipe: Recipe, layout: Layout, left, right, g) -> list[np.ndarray]
     if layout.is_weight_first:
         of_left, of_right = of_right, of_left
 
+    is_folded = recipe.backward not in (None, "high_precision", "dequantized")
+    bits = None if recipe.backward == "integers" else recipe.backward
+
     def operand(x, letters, stay, contract, rounder, for_wgrad):
         return rounder(layout.matrices(x, letters, stay, contract), for_wgrad)
+
+    def gradient(stay, contract, rounder, for_wgrad, other, letters):
+        """The gradient's operand, with the scales of the other one folded into it."""
+        if not is_folded:
+            return operand(g, layout.out, stay, contract, rounder, for_wgrad)
+        scale = scale_of(layout.matrices(other, letters, contract, depth), bits)
+        factor = (np.float32(1) / scale).swapaxes(1, 2)
+        x = layout.matrices(g, layout.out, stay, contract)
+        return rounder((x * factor).astype(np.float32), for_wgrad) / factor
 
     def kept(x, letters, stay, contract, rounder, for_wgrad):
         if recipe.backward == "high_precision":
             rounder = as_is
-        if recipe.backward == "dequantized":
+        if recipe.backward == "dequantized" or is_folded:
             found = operand(x, letters, contract, stay, rounder, False)
             return found.swapaxes(1, 2)
         return operand(x, letters, stay, contract, rounder, for_wgrad)
@@ -373,11 +419,11 @@ def expected(recipe: Recipe, layout: Layout, left, right, g) -> list[np.ndarray]
     y = operand(left, layout.left, rows, depth, of_left, False) @ operand(
         right, layout.right, columns, depth, of_right, False
     ).swapaxes(1, 2)
-    d_left = operand(g, layout.out, rows, columns, of_g, first) @ kept(
+    d_left = gradient(rows, columns, of_g, first, right, layout.right) @ kept(
         right, layout.right, depth, columns, of_right, first
     ).swapaxes(1, 2)
-    d_right = kept(left, layout.left, depth, rows, of_left, not first) @ operand(
-        g, layout.out, columns, rows, of_g, not first
+    d_right = kept(left, layout.left, depth, rows, of_left, not first) @ gradient(
+        columns, rows, of_g, not first, left, layout.left
     ).swapaxes(1, 2)
     return [
         layout.array(y, layout.out, rows, columns),

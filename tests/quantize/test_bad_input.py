@@ -10,6 +10,7 @@ from mpx.quantization import (
     BlockQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     Role,
     TensorQuantizer,
     hadamard_transform,
@@ -61,7 +62,7 @@ def quantizer_of(recipe, role):
 
 E4M3, E5M2, E2M1 = mpx.Format.E4M3, mpx.Format.E5M2, mpx.Format.E2M1
 SQUARE, DELAYED = NVFP4Quantizer(2), mpx.DelayedScaling
-QUANTIZERS = TensorQuantizer, BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
+QUANTIZERS = TensorQuantizer, BlockQuantizer, Quantizer
 SCALES = (0, -1.0, float("nan"), float("inf"), 1e300, 1e-40)
 SCALES += (np.float32(0), np.array(np.nan), jnp.zeros(()))
 ONES = np.ones(16, np.float32)
@@ -131,9 +132,7 @@ CASES = [
     type_error(
         "needs a format such as `mpx.Format.E4M3`; got 'E4M3'", MXFP8Quantizer, "E4M3"
     ),
-    value_error(
-        "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`", BlockQuantizer, E2M1
-    ),
+    value_error("must be `mpx.Format.E4M3` or .*NVFP4Quantizer`", BlockQuantizer, E2M1),
     option(ValueError, "must be 1 or 2; got 3", BlockQuantizer, block_dimensions=3),
     value_error("along one axis", NVFP4Quantizer, 2, hadamard=True),
     option(
@@ -145,9 +144,18 @@ CASES = [
     value_error(
         "finite and not negative; got -1.0", TensorQuantizer, amax_epsilon=-1.0
     ),
+    option(TypeError, "must be a number; got 'small'", Quantizer, amax_epsilon="small"),
+    option(ValueError, "must be 0, 1 or 2; got 3", Quantizer, block_dimensions=3),
+    option(TypeError, "must be an integer; got 1.5", Quantizer, block=1.5),
+    option(ValueError, "must be 0 or the length", Quantizer, block=32),
     option(
-        TypeError, "must be a number; got 'small'", BlockQuantizer, amax_epsilon="small"
+        ValueError, "must be .*'e8m0' or 'e4m3'; got 'int'", Quantizer, scales="int"
     ),
+    option(TypeError, "must be 'amax', .*; got None", Quantizer, scale_from=None),
+    option(ValueError, "must be 'amax'; .*; got 0", Quantizer, scale_from=0.0),
+    option(ValueError, "must be between 1 and 448", Quantizer, largest_scale=500),
+    value_error("needs blocks.*Set `block_dim", Quantizer, E2M1),
+    value_error("needs blocks.*Set `block_dim", Quantizer, scales="e8m0"),
     type_error(
         "needs a floating array; got int32", hadamard_transform, np.ones(16, np.int32)
     ),
@@ -165,7 +173,7 @@ CASES = [
         signs=2 * ONES,
     ),
     value_error(
-        r"`signs` of `mpx.quantization.NVFP4Quantizer` must be 1 or -1, .*0\]",
+        r"`signs` of `mpx.quantization.Quantizer` must be 1 or -1, .*0\]",
         NVFP4Quantizer,
         hadamard=True,
         signs=(1,) * 15 + (0,),
@@ -238,20 +246,20 @@ CASES = [
         TypeError, "must be True or False", mpx.NVFP4BlockScaling, disable_rht="yes"
     ),
     type_error(
-        "a role such as `mpx.quantization.Role.INPUT`; got 'input'",
+        "a role such as `mpx.quantization.Role.INPUT`.*; got 'input'",
         quantizer_of,
         mpx.MXFP8BlockScaling(),
         "input",
     ),
     type_error(
-        "a function from role to quantizer; got MXFP8Quantizer",
+        "a function from role to quantizer; got Quantizer",
         mpx.CustomRecipe,
         MXFP8Quantizer(),
     ),
     type_error(
         "or None; got <Format.E4M3> for <Role.INPUT>",
         quantizer_of,
-        mpx.CustomRecipe(lambda *_: E4M3),
+        mpx.CustomRecipe(lambda *_, leg: E4M3),
         Role.INPUT,
     ),
 ]

@@ -80,7 +80,7 @@ def test_no_group_sees_another_one(name: str, sizes):
         only = np.zeros_like(x)
         only[here] = x[here]
         alone = np.asarray(read(quantizer, only, np.array([ROWS])))[here]
-        if isinstance(quantizer, NVFP4Quantizer):  # one scale of all groups on top
+        if quantizer.format.bits == 4:  # one scale of all groups on top
             error = np.linalg.norm(found[here] - x[here])
             assert error <= 0.15 * np.linalg.norm(x[here])
         else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx.quantization import NVFP4Quantizer, Role, hadamard_transform
+from mpx.quantization import Leg, NVFP4Quantizer, Role, hadamard_transform
 from tests import helpers
 from tests.quantize.cases import DATA
 from tests.quantize.linear_cases import matrix_product, result_and_gradients
@@ -124,9 +124,10 @@ def test_the_quantizer_takes_signs():
     [(None, SIGNS), pytest.param(SIGNS, None, marks=pytest.mark.slow)],
 )
 def test_a_product_stays_whatever_signs_its_operands_have(of_input, of_gradient):
-    def qfactory(role: Role, for_wgrad: bool):
+    def qfactory(role: Role, leg: Leg):
+        is_last = leg is Leg.WGRAD
         signs = of_gradient if role is Role.GRADIENT else of_input
-        return NVFP4Quantizer(hadamard=for_wgrad, signs=signs if for_wgrad else None)
+        return NVFP4Quantizer(hadamard=is_last, signs=signs if is_last else None)
 
     product = matrix_product(mpx.CustomRecipe(qfactory))
     normal = np.random.default_rng(0).standard_normal

@@ -23,7 +23,7 @@ from mpx._quantize._products._lowering import (
     _in_fp8_to_sum,
     _with_axis_last,
 )
-from mpx.quantization import AbstractQuantizer, AbstractRecipe, Role, TensorQuantizer
+from mpx.quantization import AbstractRecipe, Leg, Quantizer, Role, TensorQuantizer
 from tests.autocast.counting import equations
 from tests.nn.cases import relative_error
 from tests.quantize import linear_cases as linear
@@ -136,7 +136,7 @@ def test_fp8_of_tpus_has_no_preset():
 
 
 def test_e5m2_by_e5m2_is_left_out():
-    def wide(role: Role, for_wgrad: bool) -> AbstractQuantizer:
+    def wide(role: Role, leg: Leg) -> Quantizer:
         return TensorQuantizer(mpx.Format.E5M2)
 
     for line in lowered(mpx.CustomRecipe(wide), "sm_90"):

@@ -32,12 +32,15 @@ PLAIN = [name for name in RECIPES if name not in OPTIONS]
 IN_LAYOUTS = [
     *(("current", name) for name in LAYOUTS if name not in ("3-D", "matrices")),
     *(("nvfp4", name) for name in ("weight first", "batches")),
+    ("int8", "weight first"),
+    ("current, each matrix", "batches"),
 ]
 MORE = [
     *(("nvfp4", name) for name in ("several contracted", "vector")),
+    *(("rows", name) for name in ("several contracted", "batches", "vector")),
     *((name, "weight first") for name in ("dequantized backward", "blocks")),
 ]
-ON_UNITS = ("delayed", "mxfp8", "nvfp4", "custom", *OPTIONS[1:])
+ON_UNITS = ("delayed", "mxfp8", "nvfp4", "custom", "rows", "int8", *OPTIONS[1:])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jax import lax
 
 import mpx
 from mpx._quantize import RaggedProduct, quantized_product, target_from
-from mpx.quantization import Role
+from mpx.quantization import Leg, Role
 from tests.helpers import slow_but
 from tests.quantize import linear_cases as linear
 from tests.quantize.linear_cases import CPU, RECIPES, Recipe, assert_close, scales_of
@@ -79,7 +79,7 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
     def rows(rounder, x: np.ndarray, for_wgrad: bool = False) -> np.ndarray:
         return rounder(x[None], for_wgrad)[0]
 
-    quantizer = recipe.recipe.quantizer(Role.GRADIENT, for_wgrad=True)
+    quantizer = recipe.recipe.quantizer(Role.GRADIENT, leg=Leg.WGRAD)
     block = quantizer.block if quantizer else 0
     late = late_rows(block)
     rows_late, places = list(late), list(late.values())

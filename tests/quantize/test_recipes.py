@@ -10,11 +10,12 @@ import pytest
 
 import mpx
 from mpx.quantization import (
-    AbstractQuantizer,
     AbstractRecipe,
     BlockQuantizer,
+    Leg,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    Quantizer,
     Role,
     TensorQuantizer,
 )
@@ -23,11 +24,12 @@ from tests.reference import low_precision as reference
 
 E4M3, E5M2 = mpx.Format.E4M3, mpx.Format.E5M2
 INPUT, WEIGHT, GRADIENT = Role
-ROLES = [(role, False) for role in Role] + [(INPUT, True), (GRADIENT, True)]
+ROLES = [(role, None) for role in Role]
+ROLES += [(INPUT, Leg.WGRAD), (GRADIENT, Leg.WGRAD)]
 
 
-def factory(role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
-    return None if for_wgrad else TensorQuantizer()
+def factory(role: Role, leg: Leg) -> Quantizer | None:
+    return None if leg is Leg.WGRAD else TensorQuantizer()
 
 
 HYBRID = (E4M3, E4M3, E5M2, E4M3, E5M2)
@@ -39,7 +41,9 @@ OTHER_BLOCKS = {"w_block_scaling_dim": 1, "grad_block_scaling_dim": 2}
 PLAIN = {"disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"}
 # Each recipe with the quantizers of (x, w, g, x for dw, g for dw).
 RECIPES = {
-    mpx.DelayedScaling(): [TensorQuantizer(format) for format in HYBRID],
+    mpx.DelayedScaling(): [
+        Quantizer(format, scale_from="history") for format in HYBRID
+    ],
     mpx.Float8CurrentScaling(): [TensorQuantizer(format) for format in HYBRID],
     mpx.Float8CurrentScaling(E4M3, **SCALED): [
         TensorQuantizer(power_of_two_scales=True, amax_epsilon=1e-9)
@@ -68,13 +72,13 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_each_role_has_its_quantizer(recipe: AbstractRecipe):
-    found = [recipe.quantizer(role, for_wgrad=wgrad) for role, wgrad in ROLES]
+    found = [recipe.quantizer(role, leg=leg) for role, leg in ROLES]
     assert found == RECIPES[recipe]
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.backward_override = None  # pyright: ignore
-    with pytest.raises(ValueError, match="Omit `for_wgrad`"):
-        recipe.quantizer(WEIGHT, for_wgrad=True)
+    with pytest.raises(ValueError, match="Omit `leg`"):
+        recipe.quantizer(WEIGHT, leg=Leg.WGRAD)
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
@@ -85,7 +89,7 @@ def test_each_role_has_its_quantizer(recipe: AbstractRecipe):
 )
 def test_an_overridden_backward_pass_quantizes_nothing(recipe, override: str):
     changed = dataclasses.replace(recipe, backward_override=override)
-    found = [changed.quantizer(role, for_wgrad=wgrad) for role, wgrad in ROLES]
+    found = [changed.quantizer(role, leg=leg) for role, leg in ROLES]
     assert found == [*RECIPES[recipe][:2], None, None, None]
 
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from mpx._quantize import Target, path_of, target_from
+from mpx._quantize import Target, legs_of, target_from
 from mpx._quantize._formats._target import on_target, target_of, this_cpu
 from mpx._settings._ambient import settings_of
 from mpx._tools._counter import TARGETS
 from mpx._tools._forecast._forecast_views import Forecast
-from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
+from mpx.quantization import AbstractRecipe, Leg, Role, TensorQuantizer
 from tests.quantize.linear_cases import matrix_product
 
 SPELLINGS = {
@@ -140,9 +140,10 @@ def test_a_device_tells_its_capability():
 
 CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 NVFP4, BLOCKS = mpx.NVFP4BlockScaling(), mpx.Float8BlockScaling()
+INT8 = mpx.Int8CurrentScaling()
 
 
-def _weights_only(role: Role, for_wgrad: bool):
+def _weights_only(role: Role, leg: Leg):
     return TensorQuantizer() if role is Role.WEIGHT else None
 
 
@@ -163,12 +164,57 @@ def _weights_only(role: Role, for_wgrad: bool):
         (NVFP4, "tpu7x", "dequantized", "no hardware for scaled blocks"),
         (BLOCKS, "sm_90", "dequantized", "blocks of 128"),
         (mpx.CustomRecipe(_weights_only), "sm_90", "dequantized", "not quantized"),
+        (INT8, "cpu", "emulated", "float32 matmuls on a CPU"),
+        (INT8, "cpu bf16", "int8 units", "XLA on cpu bf16"),
+        (INT8, "tpu v6e", "int8 units", "XLA on tpu v6e"),
+        (INT8, "sm_90", "int8 units", "cuBLASLt on sm_90"),
+        (INT8, "tpu7x", "dequantized", "tpu7x has no fast matmul of int8"),
     ],
 )
 def test_paths(recipe: AbstractRecipe, target: str, path: str, why: str):
     product = matrix_product(recipe, "bfloat16", target_from(target))
-    found, reason = path_of(product)
-    assert found == path and why in reason
+    found = legs_of(product)[Leg.FORWARD]
+    assert found.path == path and why in found.why
+
+
+BY_LEG = mpx.quantization.RecipeByLeg(forward=CURRENT, wgrad=NVFP4)
+BACKWARD = mpx.quantization.RecipeByLeg(dgrad=INT8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "formats"),
+    [
+        (CURRENT, "cpu", ("FP8", "FP8", "FP8")),
+        (BY_LEG, "cpu", ("FP8", None, "NVFP4")),
+        (BY_LEG, "sm_100", ("FP8", None, "NVFP4")),
+        (BY_LEG, "sm_90", ("FP8", None, "")),
+        (BACKWARD, "tpu v6e", (None, "INT8", None)),
+        (BACKWARD, "cpu", (None, "INT8", None)),
+        (BACKWARD, "tpu7x", (None, "", None)),
+        (mpx.CustomRecipe(_weights_only), "cpu", ("", "", None)),
+        (
+            mpx.Float8CurrentScaling(backward_override="dequantized"),
+            "sm_90",
+            ("FP8", None, None),
+        ),
+    ],
+)
+def test_each_leg_has_its_format(recipe: AbstractRecipe, target: str, formats):
+    """None: not quantized; "": quantized, and multiplied in another dtype."""
+    found = legs_of(matrix_product(recipe, "bfloat16", target_from(target)))
+    assert tuple(found[leg].format if leg in found else None for leg in Leg) == formats
+
+
+def test_strict_looks_at_every_quantized_leg():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    w = x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    strict = {"target": "tpu7x", "strict": True}
+    with pytest.raises(ValueError, match="dgrad of the matmul .* no fast matmul of in"):
+        jax.eval_shape(mpx.autocast(loss, recipe=BACKWARD, **strict), w, x)
+    good = mpx.quantization.RecipeByLeg(dgrad=CURRENT)
+    jax.eval_shape(mpx.autocast(loss, recipe=good, **strict), w, x)
 
 
 # --- The forms of a program: `on_target` ----------------------------------------------

@@ -91,10 +91,10 @@ def step_of(name, recipe, dtype="float32"):
     return loss, jax.jit(step)
 
 
-def but_for_weights(role, for_wgrad):
+def but_for_weights(role, leg):
     if role is mpx.quantization.Role.WEIGHT:
         return None
-    return CURRENT.quantizer(role, for_wgrad=for_wgrad)
+    return CURRENT.quantizer(role, leg=leg)
 
 
 EACH = [*zip(itertools.cycle(RECIPES), PROGRAMS, strict=False)]
