@@ -79,22 +79,35 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
     def rows(rounder, x: np.ndarray, for_wgrad: bool = False) -> np.ndarray:
         return rounder(x[None], for_wgrad)[0]
 
-    quantizer = recipe.recipe.quantizer(Role.GRADIENT, leg=Leg.WGRAD)
-    block = quantizer.block if quantizer else 0
-    late = late_rows(block)
-    rows_late, places = list(late), list(late.values())
+    ends = np.cumsum(SIZES)
+    groups = [slice(e - s, e) for e, s in zip(ends, SIZES, strict=True)]
 
-    def columns(rounder, x: np.ndarray) -> np.ndarray:
+    def in_groups(rounder, x: np.ndarray) -> np.ndarray:
+        """With one scale for each group, as if it were one row."""
+        found = x.astype(np.float64)
+        for here in groups:
+            if x[here].size:
+                found[here] = rounder(x[here].reshape(1, 1, -1), True).reshape(
+                    x[here].shape
+                )
+        return found
+
+    def columns(rounder, x: np.ndarray, quantizer) -> np.ndarray:
         """In blocks of one group each, with zeros for the rows of others."""
+        block = quantizer.block if quantizer else 0
+        if quantizer and quantizer.block_dimensions and not block:
+            return in_groups(rounder, x)
+        late = late_rows(block)
+        rows_late, places = list(late), list(late.values())
         starts = np.zeros((max(len(SIZES) * block, ROWS), x.shape[1]))
         starts[places] = x[rows_late]
         rest = x.copy()
         rest[rows_late] = 0
-        found = in_columns(rounder, rest)
-        found[rows_late] = in_columns(rounder, starts)[places]
+        found = in_columns(rounder, rest, quantizer)
+        found[rows_late] = in_columns(rounder, starts, quantizer)[places]
         return found
 
-    def in_columns(rounder, x: np.ndarray) -> np.ndarray:
+    def in_columns(rounder, x: np.ndarray, quantizer) -> np.ndarray:
         found = rounder(x.T[None], True)[0]
         if getattr(quantizer, "hadamard", False):  # transformed, which is undone here
             rotation = np.asarray(
@@ -104,17 +117,22 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
         return found.T[: len(x)]
 
     w_forward = of_w(w.swapaxes(1, 2), False).swapaxes(1, 2)
-    w_backward, kept = of_w(w, False), columns(of_x, x)
+    of_leg = functools.partial(recipe.recipe.quantizer, leg=Leg.WGRAD)
+    w_backward, kept = of_w(w, False), columns(of_x, x, of_leg(Role.INPUT))
     if recipe.backward == "high_precision":
         w_backward, kept = w.astype(np.float64), x.astype(np.float64)
     elif recipe.backward == "dequantized":
         w_backward, kept = w_forward, rows(of_x, x)
-    x, dx_of, dw_of = rows(of_x, x), rows(of_g, g), columns(of_g, g)
+    elif recipe.backward is not None:  # one copy, with scales of rows
+        w_backward, kept = w_forward, rows(of_x, x)
+    first = recipe.recipe.quantizer(Role.GRADIENT)
+    is_whole = first and first.block_dimensions == 2 and not first.block
+    along = in_groups if is_whole else rows
+    dw_of = columns(of_g, g, of_leg(Role.GRADIENT))
+    x, dx_of = along(of_x, x), along(of_g, g)
     y, dx = np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, DEPTH))
     dw = np.zeros(w.shape)
-    ends = np.cumsum(SIZES)
-    for group, (end, size) in enumerate(zip(ends, SIZES, strict=True)):
-        here = slice(end - size, end)
+    for group, here in enumerate(groups):
         y[here] = x[here] @ w_forward[group]
         dx[here] = dx_of[here] @ w_backward[group].T
         dw[group] = kept[here].T @ dw_of[here]
