@@ -8,7 +8,7 @@ import jax
 from .autocast.counting import equations, inner_programs, nested_equations
 
 # Numbers of 4 bits are packed into bytes, two and two.
-_LOW = ("float8", "float4", "uint8")
+_LOW = ("float8", "float4", "uint8", "int8")
 
 
 def low_dtypes(func: Callable[..., Any], *args: Any) -> set[str]:
