@@ -33,6 +33,7 @@ from .equations import (
     constants_as_inputs,
     count,
     distinct_equations,
+    forms_of,
     is_along_vmap,
     is_inexact,
     is_matmul,

@@ -9,6 +9,7 @@ whose instructions work on references. An equation that holds one is a leaf.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -319,6 +320,15 @@ def by_platform(
     """Computes an `on_target` of `_quantize`, which has a form for one platform."""
     forms: dict[str, Any] = {platform: core.jaxpr_as_fun(program)}
     return jax.lax.platform_dependent(*arrays, **forms, default=emulated)
+
+
+def forms_of(equation: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of an `on_target`: a conditional with a branch for each form.
+
+    Its equations are new ones in each call.
+    """
+    run = functools.partial(by_platform, **equation.params)
+    return jax.make_jaxpr(run)(*map(aval_of, equation.invars))
 
 
 def _solve(equation: JaxprEqn) -> SubJaxpr:

@@ -22,7 +22,6 @@ The program can be run but not differentiated: derivative rules are dropped.
 import abc
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -46,9 +45,9 @@ from .._base.typing import AnyArray, Atom, Aval, Program
 from .equations import (
     SubJaxpr,
     aval_of,
-    by_platform,
     checkpoint_params,
     constants_as_inputs,
+    forms_of,
     program_of,
     sub_jaxprs,
     where_leading,
@@ -96,6 +95,10 @@ class Probe(abc.ABC):
     def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
         """Computes the results of an operation, by default by its primitive."""
         return bind_equation(equation, *arrays)
+
+    def forms(self, equation: JaxprEqn) -> ClosedJaxpr:
+        """Returns the program of an `on_target`, by default made anew."""
+        return forms_of(equation)
 
     def turns(self, equation: JaxprEqn) -> int | None:
         """Returns the most iterations of a `while` loop, to stack; None to join."""
@@ -534,8 +537,7 @@ def _on_devices(held: _Held) -> _Results:
 
 def _in_forms(held: _Held) -> _Results:
     """Runs an `on_target` as a conditional, with a branch for its target."""
-    run = functools.partial(by_platform, **held.equation.params)
-    closed = jax.make_jaxpr(run)(*(v.array for v in held.operands))
+    closed = held.probe.forms(held.equation)
     place = held.within(held.subs[0])
     return _run(closed, closed.consts, held.operands, held.probe, place)
 

@@ -22,6 +22,7 @@ from ..._program import (
     PrimitiveClass,
     SubJaxpr,
     aval_of,
+    forms_of,
     is_seen_into,
     properties,
     reachable,
@@ -178,6 +179,7 @@ class Graph:
         whiles: The scopes of `while` loops.
         makers: The operation that makes each value.
         users: The operations that use each value.
+        forms: The programs of `on_target` equations, by their ids.
         held: The operands of equations with scopes.
         enters: For each input of a scope, the scope and the input's position.
         leaves: For each result of an equation with scopes, the scopes and the
@@ -195,6 +197,7 @@ class Graph:
         self.whiles: list[Scope] = []
         self.makers: dict[int, Node] = {}
         self.users: dict[int, list[Node]] = {}
+        self.forms: dict[int, ClosedJaxpr] = {}
         self.held: set[int] = set()
         self.enters: dict[int, tuple[Scope, int]] = {}
         self.leaves: dict[int, list[tuple[Scope, int]]] = {}
@@ -307,6 +310,11 @@ class Graph:
                 self._add(Node(equation, place, scope, number, operands, results))
             elif name in ("scan", "while", "cond", "shard_map"):
                 results = self._hold(equation, operands, scope, place)
+            elif name == "on_target":
+                forms = self.forms.setdefault(id(equation), forms_of(equation))
+                inner = place.enter(equation, sub_jaxprs(equation)[0])
+                given = forms.jaxpr, forms.consts, operands
+                results = self._open(*given, scope, inner)
             else:
                 (sub,) = sub_jaxprs(equation)
                 inner = place.enter(equation, sub)

@@ -198,9 +198,14 @@ class _Counting(Probe):
 
     def __init__(self, graph: Graph) -> None:
         self._steps, self._lengths = iter(graph.steps), iter(graph.turns)
+        self._forms = graph.forms
 
     def constant(self, array: object) -> None:
         """Records nothing."""
+
+    def forms(self, equation: JaxprEqn) -> ClosedJaxpr:
+        """Returns the program that the graph has opened."""
+        return self._forms[id(equation)]
 
     def turns(self, equation: JaxprEqn) -> int | None:
         """Returns the most iterations of a loop; None if unknown."""

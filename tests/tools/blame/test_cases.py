@@ -222,14 +222,7 @@ QUICK_RECIPES = [(breaks.mean_of_some, "current", None)]
 SLOW = [(breaks.attention, "nvfp4", None), TARGETS[0]]
 
 
-# Under `jax.vmap` a replay meets an `on_target` that its graph does not have.
-# A bug that is known: blame raises an AssertionError instead of a report.
-BROKEN = ("attention", "current", "H100")
-
-
 def _marks(case):
-    if (getattr(case[0], "__name__", case[0]), *case[1:]) == BROKEN:
-        return (pytest.mark.slow, pytest.mark.xfail(strict=True, raises=AssertionError))
     if case in QUICK_RECIPES:
         return ()
     return (pytest.mark.slow,) if case in SLOW else (pytest.mark.exhaustive,)
