@@ -190,6 +190,8 @@ CASES = [
         fp8_format=E5M2,
     ),
     value_error("use `mpx.NVFP4BlockScaling`", mpx.MXFP8BlockScaling, E2M1),
+    value_error("use `mpx.Int8Current", mpx.MXFP8BlockScaling, mpx.Format.INT8),
+    option(ValueError, "must be between 1 and 448", Quantizer, largest_scale="448"),
     option(
         TypeError,
         "must be a `mpx.Format`; got 'HYBRID'",

@@ -165,10 +165,11 @@ class Quantizer:
                 f"`block` of {name} must be 0 or the length of a block of 1 or 2 "
                 f"dimensions, even for 4 bits; got {self.block!r} for {self!r}."
             )
-        if not 1 <= self.largest_scale <= 448:
+        largest = self.largest_scale
+        if not isinstance(largest, int | float) or not 1 <= largest <= 448:
             raise ValueError(
                 f"`largest_scale` of {name} must be between 1 and 448, the largest "
-                f"number of E4M3; got {self.largest_scale!r}."
+                f"number of E4M3; got {largest!r}."
             )
         if not has_blocks and (few or self.scales in ("e8m0", "e4m3")):
             raise ValueError(

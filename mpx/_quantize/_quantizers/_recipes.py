@@ -416,10 +416,11 @@ class Float8RowwiseScaling(AbstractRecipe):
     q_{ik} = \mathrm{sat}(\mathrm{round}(x_{ik} \cdot s_i)) \qquad
     y_{ij} = \frac{1}{s_i} \frac{1}{t_j} \sum_k q_{ik} r_{kj}$$
 
-    with the numbers $r$ and scales $t$ of the other operand. Scales are along the axis
-    that the matmul contracts, so all three roles are quantized twice. The scale of a
-    row of zeros is 1. A row that contains an infinity or a NaN has the scale NaN and is
-    NaN.
+    with the numbers $r$ and scales $t$ of the other operand. Input and weight keep
+    these numbers for the backward pass. It sums over the axis of their scales, so
+    these multiply the gradient, which is then quantized once for each of its matmuls.
+    The scale of a row of zeros is 1. A row that contains an infinity or a NaN has the
+    scale NaN and is NaN.
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
@@ -432,7 +433,8 @@ class Float8RowwiseScaling(AbstractRecipe):
         TypeError: An option is of the wrong kind.
         ValueError: An option has a value that is not listed.
 
-    Source: PyTorch, torchao's documentation of float8 training, recipe "rowwise".
+    Source: PyTorch, torchao's documentation of float8 training, recipe "rowwise", which
+    quantizes input and weight again for the backward pass.
 
     Examples:
         >>> import mpx
@@ -469,11 +471,10 @@ class Int8CurrentScaling(AbstractRecipe):
     q_{ik} = \mathrm{round}(x_{ik} \cdot s_i) \qquad
     y_{ij} = \frac{1}{s_i} \frac{1}{t_j} \sum_k q_{ik} r_{kj}$$
 
-    with the numbers $r$ and scales $t$ of the other operand, and sums of integers.
-    Scales are along the axis that the matmul contracts, so all three roles are
-    quantized twice. The scale of a row of zeros is 1. Integers have no NaN: a row that
-    contains an infinity or a NaN has the scale NaN, and all that is computed from it is
-    NaN.
+    with the numbers $r$ and scales $t$ of the other operand, and sums of integers. The
+    backward pass is that of `mpx.Float8RowwiseScaling`. The scale of a row of zeros is
+    1. Integers have no NaN: a row that contains an infinity or a NaN has the scale NaN,
+    and all that is computed from it is NaN.
 
     Args:
         one_scale: Whether an array has one scale, which is computed faster and loses
@@ -580,10 +581,14 @@ def check_fp8_format(recipe: AbstractRecipe) -> None:
     if not isinstance(format, Format):
         raise TypeError(f"{name} must be a `mpx.Format`; got {format!r}.")
     if format not in (Format.E4M3, Format.HYBRID):
-        why = "2 bits of mantissa are too few for weights" if format.bits == 8 else ""
+        why = {
+            Format.E5M2: ": 2 bits of mantissa are too few for weights.",
+            Format.E2M1: ". For 4 bits use `mpx.NVFP4BlockScaling`.",
+            Format.INT8: ". For integers use `mpx.Int8CurrentScaling`.",
+        }[format]
         raise ValueError(
             f"{name} must be `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
-            + (f": {why}." if why else ". For 4 bits use `mpx.NVFP4BlockScaling`.")
+            + why
         )
 
 
