@@ -116,10 +116,11 @@ class Target:
         of bfloat16's on v5e, v5p and v6e, and as many on TPU7x.
 
         For CUDA by compiled programs (jax 0.10.2, November 2026): a step of two layers
-        of 4096 x 16384, which checks no gradient, has 1.36 times the roofline speed of naive bfloat16 on an H100,
-        1.44 times on an A100, and with operands dequantized 0.82 and 0.88 times. It
-        moves 1.37 and 1.68 times the bytes, since cuBLAS writes int32; dequantized 1.75
-        and 1.84 times. No GPU has run it. B300 has few int8 units, by its data sheet.
+        of 4096 x 16384 that checks no gradient has 1.36 times the roofline speed of
+        naive bfloat16 on an H100, 1.44 times on an A100; with operands dequantized 0.82
+        and 0.88 times. It moves 1.37 and 1.68 times the bytes, since cuBLAS writes
+        int32; dequantized 1.75 and 1.84 times. No GPU has run it. A B300 has a
+        thirtieth of a B200's int8 rate (NVIDIA, Blackwell Technical Brief, table 3).
         """
         if self.platform == "cuda":
             return (8, 0) <= self.capability <= (10, 0)
