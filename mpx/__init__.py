@@ -82,6 +82,8 @@ if _TYPE_CHECKING:
     from ._tools._expect import expect as expect
     from ._tools._watch import expect_close as expect_close
     from ._tools._forecast import forecast as forecast
+    from ._tools._export import export as export
+    from ._tools._export import import_weights as import_weights
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
     from . import quantization as quantization, reports as reports
 
@@ -151,6 +153,8 @@ __all__ = [
     "expect",
     "expect_close",
     "forecast",
+    "export",
+    "import_weights",
 ]
 
 # Imported at first use: most programs need none of them, and `nnx` imports Flax.
@@ -164,6 +168,8 @@ _TOOLS = {
     "expect": "._tools._expect",
     "expect_close": "._tools._watch",
     "forecast": "._tools._forecast",
+    "export": "._tools._export",
+    "import_weights": "._tools._export",
 }
 
 

@@ -13,6 +13,7 @@ from ._tools._blame import (
     Verdict as Verdict,
 )
 from ._tools._expect import ContractError as ContractError
+from ._tools._export import Exported as Exported
 from ._tools._inspect import (
     Island as Island,
     Operation as Operation,

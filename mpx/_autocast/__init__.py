@@ -32,5 +32,6 @@ from ._decide import (
 )
 from ._forced import force_full_precision
 from ._fused import FusedOperation, fused_operation, operation_of
+from ._products import MarkedWeight
 from ._recipe_call import is_marked
 from ._transform import autocast, recomputing, with_dtype, with_rule

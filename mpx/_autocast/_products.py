@@ -15,13 +15,14 @@ whatever the function returns.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from .._base.jax_compat import explaining, is_transposed, manual_axes
 from .._base.typing import AnyArray, Length
-from .._program import aval_of, avals, count, properties, summed_numbers
+from .._program import aval_of, avals, count, data_scope, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -40,6 +41,7 @@ from .._quantize import (
 )
 from .._recipe_state import (
     MissingScales,
+    SlotName,
     Use,
     is_collecting_requests,
     shared,
@@ -279,6 +281,18 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     )
 
 
+class MarkedWeight(NamedTuple):
+    """What an equation says of its operand: the weight of a quantized product.
+
+    Attributes:
+        product: The product.
+        slot: The slot of its scales, if the recipe has a state.
+    """
+
+    product: AbstractProduct
+    slot: SlotName | None
+
+
 def emit_quantized(case: Case, choice: Choice) -> list[Value]:
     """Binds a quantized product.
 
@@ -325,6 +339,10 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
+    if ambient().marks_weights:
+        slot = weight.slots and weight.slots.slot(use)
+        with data_scope("weight", MarkedWeight(product, slot)):
+            array = lax.optimization_barrier(array)
     pair = [array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]]
     sizes = [v.array for v in case.operands[2:]]  # of the groups of a ragged product
     with explaining(*_FORWARD_MODE):

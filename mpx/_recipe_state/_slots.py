@@ -376,7 +376,7 @@ class Slots:
         71 GB in a Llama of 542 M in bfloat16, 1.6 in float32 (jax 0.10.2, compiled for
         an H100, November 2026).
         """
-        if not isinstance(self.source, dict):
+        if not isinstance(self.source, dict) or ambient().marks_weights:
             return self
         found = dict(self.source)
         sizes = {}
@@ -443,6 +443,10 @@ class Slots:
         """Returns the name of a use: the state's only one for it, or its own."""
         known = self._known(use)
         return known[0] if len(known) == 1 else _named(str(use), self.lengths)
+
+    def slot(self, use: Use) -> SlotName:
+        """Returns the name of the slot of a use."""
+        return SlotName(self.parameter, self._name(use))
 
     def row(self, use: Use) -> int | None:
         """Returns the row of a use in `State.vector`; None if it has none."""

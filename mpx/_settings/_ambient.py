@@ -66,6 +66,7 @@ class Ambient:
         gives_scale: The same for functions that need the scale of its loss.
         asks_demands: Called with the dtypes that a call demands of its inputs.
         takes_notes: Whether emitted equations carry notes of decisions.
+        marks_weights: Whether an equation marks the weight of each quantized product.
         is_repeated: Whether this is a micro-batch: a loop reads each weight again.
     """
 
@@ -82,6 +83,7 @@ class Ambient:
     gives_scale: bool = False
     asks_demands: Callable[[dict[Any, np.dtype]], object] | None = None
     takes_notes: bool = False
+    marks_weights: bool = False
     is_repeated: bool = False
 
     def __hash__(self) -> int:
