@@ -23,6 +23,7 @@ from ..._base.errors import describe, listing
 from ..._base.tree import Guard, is_whole, path_text
 from ..._base.typing import AnyArray, LeafPredicate
 from ..._loss_scaling import AbstractLossScaling
+from ..._nnx_graph import is_nnx_module, places
 from ..._quantize import (
     AbstractProduct,
     Format,
@@ -44,7 +45,6 @@ from ._weights import Layout, Move, Use, moved, uses_of
 _CALL = "`mpx.export(func, scaling, path)`"
 _IMPORT = "`mpx.import_weights(path, like)`"
 _MANIFEST, _VERSION = "mpx.json", 1
-_ARRAYS = jax.Array, np.ndarray, StoredWeight
 Name = Callable[[str, tuple[int, ...]], str]
 
 
@@ -149,7 +149,11 @@ def export(
     def exporting(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Exported:
         if folder.exists():
             raise FileExistsError(f"{_CALL}: `{folder}` exists. Choose a new folder.")
-        leaves = _leaves(model)
+        leaves = {path: leaf for path, leaf in _named(model)[0] if _is_number(leaf)}
+        types = [x for x in leaves.values() if isinstance(x, jax.ShapeDtypeStruct)]
+        if not leaves or types:
+            got = describe(types[0] if types else model)
+            raise TypeError(f"{_CALL} needs a model with arrays; got {got}.")
         with taking_notes(), with_ambient(marks_weights=True):
             given = dequantize_weights(model), *args
             traced = trace(frozen, given, kwargs, lambda f: f, (0,), _CALL)
@@ -165,20 +169,19 @@ def export(
     return exporting
 
 
-def _leaves(model: PyTree) -> dict[str, Any]:
-    """Returns the arrays of a model by path, without keys."""
-    leaves = {
-        path_text(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_whole)
-        if isinstance(leaf, _ARRAYS) and not _is_key(leaf)
-    }
-    if not leaves:
-        raise TypeError(f"{_CALL} needs a model with arrays; got {describe(model)}.")
-    return leaves
+def _named(tree: PyTree) -> tuple[list[tuple[str, Any]], Any]:
+    """Returns all leaves with their paths, and the form of the tree."""
+    leaves, form = jax.tree.flatten(tree, is_leaf=is_whole)
+    # Not of the arrays of a stored weight, and of an NNX Variable its own path.
+    paths = places(jax.tree.unflatten(form, range(len(leaves))))
+    return list(zip(map(path_text, paths), leaves, strict=True)), form
 
 
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+def _is_number(leaf: Any) -> bool:
+    kinds = jax.Array | np.ndarray | StoredWeight | jax.ShapeDtypeStruct
+    if not isinstance(leaf, kinds):
+        return False
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 # --- What is written ------------------------------------------------------------------
@@ -458,19 +461,19 @@ def import_weights(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     files, by_path = read(folder), collections.defaultdict[str, list[Any]](list)
     for entry in manifest["tensors"]:
         by_path[entry["path"]].append(entry)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_whole)
+    leaves, form = _named(like)
     found = [
-        _imported(leaf, path_text(key), by_path.pop(path_text(key), []), files)
-        if isinstance(leaf, (*_ARRAYS, jax.ShapeDtypeStruct)) and not _is_key(leaf)
+        _imported(leaf, path, by_path.pop(path, []), files)
+        if _is_number(leaf)
         else leaf
-        for key, leaf in leaves
+        for path, leaf in leaves
     ]
     if by_path:
         raise ValueError(
             f"`like` of {_IMPORT} must be a model like the exported one; it has no "
             f"{listing([*by_path])}."
         )
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(form, found)
 
 
 def _imported(
@@ -479,23 +482,23 @@ def _imported(
     """Returns a leaf of the model from its entries."""
     whole: Any = None
     scale = None
-    places, count = np.arange(math.prod(leaf.shape)).reshape(leaf.shape), 0
+    numbers, count = np.arange(math.prod(leaf.shape)).reshape(leaf.shape), 0
     for entry in entries:
         if missing := [x for x in entry["arrays"].values() if x not in files]:
             raise ValueError(f"{_IMPORT}: {listing(missing)} is in no file.")
         arrays = {key: files[name] for key, name in entry["arrays"].items()}
         found = arrays[""] if "" in arrays else dequantized(arrays)
-        here, index = places, tuple(entry["index"])
+        here, index = numbers, tuple(entry["index"])
         if entry["layout"] is None:
-            here = places[index]
+            here = numbers[index]
         else:
             axes, *rest = entry["layout"]
             moves = [move for move in entry["moves"] if move[0] != "cast"]
-            here = Layout(axes, *rest).matrices(moved(places, moves, index))
+            here = Layout(axes, *rest).matrices(moved(numbers, moves, index))
             here = here[tuple(entry["batch"])]
-        if len(entries) == arrays.get("weight_scale", places).size:
-            if entry["format"] == "E4M3":
-                found, (scale,) = arrays["weight"], arrays["weight_scale"]
+        if len(entries) == 1 and entry["format"] == "E4M3":
+            if (only := arrays.get("weight_scale", numbers)).shape == (1,):
+                found, scale = arrays["weight"], only[0]
         if here.size == found.size:
             whole = np.empty(leaf.shape, found.dtype) if whole is None else whole
             whole.reshape(-1)[here.reshape(-1)] = found.reshape(-1)

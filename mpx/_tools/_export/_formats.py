@@ -137,9 +137,9 @@ def arrays_of(weight: QuantizedArray, shape: Shape) -> dict[str, AnyArray]:
     batch = payload.shape[:-2]
     if len(weight.axes) != 1 and not block:
         scale = jnp.broadcast_to(scale.reshape(*scale.shape[:-2], 1), (*batch, 1))
-    elif len(weight.axes) == 2 and block < 128:  # the rows of square blocks
-        scale = jnp.repeat(scale, block, axis=-2)
-    if weight.axes and block < 128:
+    elif block < 128:
+        # The rows of square blocks repeat their scales.
+        scale = jnp.repeat(scale, block if len(weight.axes) == 2 else 1, axis=-2)
         scale = scale[..., :rows, :]
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)

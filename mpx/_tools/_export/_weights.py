@@ -227,8 +227,9 @@ def uses_of(traced: Traced) -> Iterator[Use]:
             if layout is not None:
                 why = "a matmul" if note is None else note.reason
                 why = why.rpartition("not quantized: ")[2]
-            dtype = str(aval_of(equation.invars[side]).dtype)
-            yield Use(weight, dtype, why, where, layout, mark)
+            dtype = aval_of(equation.invars[side]).dtype
+            dtype = dtype if mark is None else mark.product.dtype
+            yield Use(weight, str(dtype), why, where, layout, mark)
 
 
 def _layout(equation: JaxprEqn, side: int, mark: MarkedWeight | None) -> Layout | None:
