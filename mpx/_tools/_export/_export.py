@@ -462,12 +462,12 @@ def import_weights(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     for entry in manifest["tensors"]:
         by_path[entry["path"]].append(entry)
     leaves, form = _named(like)
-    found = [
-        _imported(leaf, path, by_path.pop(path, []), files)
-        if _is_number(leaf)
-        else leaf
-        for path, leaf in leaves
-    ]
+    found = [leaf for _, leaf in leaves]
+    is_nnx = any(map(is_nnx_module, jax.tree.leaves(like, is_leaf=is_nnx_module)))
+    for number, (name, leaf) in enumerate(leaves):
+        if _is_number(leaf):
+            x = _imported(leaf, name, by_path.pop(name, []), files)
+            found[number] = x.dequantize() if is_nnx and is_stored(x) else x
     if by_path:
         raise ValueError(
             f"`like` of {_IMPORT} must be a model like the exported one; it has no "
@@ -481,8 +481,9 @@ def _imported(
 ) -> Any:
     """Returns a leaf of the model from its entries."""
     whole: Any = None
-    scale = None
-    numbers, count = np.arange(math.prod(leaf.shape)).reshape(leaf.shape), 0
+    scale: Any = None
+    count, size = 0, math.prod(leaf.shape)
+    numbers = np.arange(size).reshape(leaf.shape)
     for entry in entries:
         if missing := [x for x in entry["arrays"].values() if x not in files]:
             raise ValueError(f"{_IMPORT}: {listing(missing)} is in no file.")
@@ -503,7 +504,7 @@ def _imported(
             whole = np.empty(leaf.shape, found.dtype) if whole is None else whole
             whole.reshape(-1)[here.reshape(-1)] = found.reshape(-1)
             count += found.size
-    if whole is None or count != whole.size:
+    if whole is None or count != size:
         raise ValueError(
             f"`like` of {_IMPORT} must be a model like the exported one; `{path}`, "
             f"{describe(leaf)}, is not in the files in this shape."

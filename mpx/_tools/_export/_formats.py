@@ -83,6 +83,8 @@ def _options(
     if block:
         strategy = "tensor_group" if block == 16 else "group"
         options["group_size"] = block
+    if block in (16, 32):
+        options["scale_dtype"] = f"torch.{'float8_e4m3fn' if block == 16 else 'uint8'}"
     return options | {"strategy": strategy}
 
 
