@@ -497,9 +497,10 @@ def _imported(
             moves = [move for move in entry["moves"] if move[0] != "cast"]
             here = Layout(axes, *rest).matrices(moved(numbers, moves, index))
             here = here[tuple(entry["batch"])]
-        if len(entries) == 1 and entry["format"] == "E4M3":
-            if (only := arrays.get("weight_scale", numbers)).shape == (1,):
-                found, scale = arrays["weight"], only[0]
+        given = arrays.get("weight_scale")
+        is_one = given is not None and given.shape == (1,) and len(entries) == 1
+        if is_one and entry["format"] == "E4M3":
+            found, scale = arrays["weight"], given
         if here.size == found.size:
             whole = np.empty(leaf.shape, found.dtype) if whole is None else whole
             whole.reshape(-1)[here.reshape(-1)] = found.reshape(-1)
@@ -512,7 +513,7 @@ def _imported(
     sharding = getattr(leaf, "sharding", None)
     if scale is None:
         return jax.device_put(whole.astype(leaf.dtype), sharding)
-    of = jax.device_put(whole, sharding), jnp.asarray(scale), None
+    of = jax.device_put(whole, sharding), jnp.asarray(scale[0]), None
     form = {"format": Format.E4M3, "dtype": np.dtype(leaf.dtype)}
     quantized = QuantizedArray(*of, Guard(jnp.ones((), bool)), **form)
     return StoredWeight(quantized, TensorQuantizer())
