@@ -38,7 +38,7 @@ from ..._step import inference
 from ..._stored_weights import StoredWeight, dequantize_weights, is_stored
 from .._inspect import trace
 from .._report_files import aligned
-from ._files import Stored, read, write
+from ._files import DTYPES, Stored, read, write
 from ._formats import arrays_of, configuration, dequantized, group_of, inverted
 from ._weights import Layout, Move, Use, moved, uses_of
 
@@ -108,7 +108,7 @@ def export(
             "model.layers.{}.mlp.up_proj.weight", with `{}` for the index of a layer; or
             a function of path and index. By default a name is the path, with the index
             after its first part: `blocks.3.mlp.up.weight`.
-        config: Other entries of `config.json`, to which `quantization_config` is added.
+        config: The other entries of `config.json`.
         half: The leaves for which `half(path, leaf)` is True are not quantized.
         shard_bytes: The size of a file, if no tensor is larger.
 
@@ -124,7 +124,9 @@ def export(
         ValueError: The state is of another model or recipe. A weight is computed before
             it is multiplied; is read in two precisions, or with two scales; has a
             format that engines do not read, or a side that blocks do not divide; or is
-            not finite. Two weights have one name. The folder is not made then.
+            not finite, if it is quantized or becomes so in half precision. Two weights
+            have one name, or one has a dtype that files have not. The folder is not
+            made then.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, tempfile
@@ -139,11 +141,15 @@ def export(
 
     Source: compressed-tensors and DeepSeek-V3 (names), Hugging Face (safetensors).
     """
-    if names is not None and not (callable(names) or isinstance(names, Mapping)):
-        raise TypeError(
-            f"`names` of {_CALL} must be a mapping or a function; got "
-            f"{describe(names)}."
-        )
+    given = (("names", names), ("config", config), ("half", half))
+    for name, value in given:
+        fits = name != "half" and isinstance(value, Mapping)
+        if not (fits or value is None or (callable(value) and name != "config")):
+            raise TypeError(
+                f"`{name}` of {_CALL} must be a "
+                f"{'mapping' if name == 'config' else 'function'}; got "
+                f"{describe(value)}."
+            )
     folder, frozen = pathlib.Path(path), inference(func, scaling)
 
     def exporting(model: PyTree, *args: PyTree, **kwargs: PyTree) -> Exported:
@@ -159,7 +165,8 @@ def export(
             traced = trace(frozen, given, kwargs, lambda f: f, (0,), _CALL)
         uses: dict[str, list[Use]] = {path: [] for path in leaves}
         for use in uses_of(traced):
-            uses[use.weight.path].append(use)
+            # A model of one array has no path.
+            uses[use.weight.path if use.weight.path in uses else ""].append(use)
         parts: list[_Part] = []
         for name, leaf in leaves.items():
             is_half = half is not None and bool(half(name, leaf))
@@ -238,6 +245,8 @@ def _parts(
         dtypes = {use.dtype for use in here}
         dtype = dtypes.pop() if len(dtypes) == 1 and is_floating else str(leaf.dtype)
         why = "not read" if use is None else "in `half`" if is_half else use.why
+        if not marked and np.dtype(dtype) not in DTYPES.values():
+            raise ValueError(f"{_CALL}: `{path}` is {dtype}, which no file holds.")
         how, state, group, shape = _How(dtype=dtype), None, None, leaf.shape[depth:]
         if use is not None and use.layout is not None:
             shape = use.layout.in_file(use.weight.shape)
@@ -392,12 +401,14 @@ def _write(
     if found.quantization_config is not None:
         config = {**config, "quantization_config": found.quantization_config}
     manifest = {"version": _VERSION, "tensors": tensors}
+    contents = {"config.json": config, _MANIFEST: manifest}
+    texts = {file: json.dumps(value, indent=1) for file, value in contents.items()}
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         write(made, types, _computed(parts), shard_bytes)
-        for file, value in (("config.json", config), (_MANIFEST, manifest)):
-            (made / file).write_text(json.dumps(value, indent=1))
+        for file, text in texts.items():
+            (made / file).write_text(text)
         made.chmod(0o755)
         made.rename(folder)
     finally:

@@ -28,7 +28,7 @@ def _code(dtype: object) -> str:
     return name.replace(word, _LETTERS[word], 1).upper()
 
 
-_DTYPES = {
+DTYPES = {
     _code(name): np.dtype(name)
     for name in (
         "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 bool "
@@ -133,7 +133,7 @@ def read(folder: pathlib.Path) -> Mapping[str, np.ndarray]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            dtype = _DTYPES[entry["dtype"]]
+            dtype = DTYPES[entry["dtype"]]
             numbers = raw[size + begin : size + end].view(dtype)
             found[name] = numbers.reshape(entry["shape"])
     return found
