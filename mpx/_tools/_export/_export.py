@@ -268,8 +268,8 @@ def _parts(
                     "it in half precision: `half=`."
                 ) from error
             dtype = q.format.name
-        entry = {"path": path, "index": index, "shape": shape, "format": dtype}
-        entry |= {"why": why, "moves": how.moves, "layout": how.layout}
+        entry = {"path": path, "whole": leaf.shape, "index": index, "shape": shape}
+        entry |= {"format": dtype, "why": why, "moves": how.moves, "layout": how.layout}
         compute = functools.partial(_arrays, how, leaf, index, state)
         yield _Part(entry, group, compute, how.layout.batch if how.layout else 0)
 
@@ -422,8 +422,9 @@ def _computed(parts: Sequence[_Part]) -> Iterator[np.ndarray]:
         arrays, is_finite = part.compute()
         if not is_finite:
             raise ValueError(
-                f"{_CALL}: `{part.entry['path']}`{[*part.entry['index']] or ''}, or a "
-                f"scale of it, is not finite in {part.entry['format']}."
+                f"{_CALL}: `{part.entry['path']}`{[*part.entry['index']] or ''} is not "
+                f"finite in {part.entry['format']}, or its scales are not known before "
+                "the first step."
             )
         for one in np.ndindex(*next(iter(arrays.values())).shape[: part.batch]):
             for key, x in arrays.items():
@@ -491,10 +492,15 @@ def _imported(
     leaf: Any, path: str, entries: list[Any], files: Mapping[str, np.ndarray]
 ) -> Any:
     """Returns a leaf of the model from its entries."""
+    shape = tuple(entries[0]["whole"]) if entries else "absent"
+    if leaf.shape != shape:
+        raise ValueError(
+            f"`like` of {_IMPORT} must be a model like the exported one; `{path}` is "
+            f"{describe(leaf)}, and {shape} in the files."
+        )
     whole: Any = None
     scale: Any = None
-    count, size = 0, math.prod(leaf.shape)
-    numbers = np.arange(size).reshape(leaf.shape)
+    numbers = np.arange(math.prod(leaf.shape)).reshape(leaf.shape)
     for entry in entries:
         if missing := [x for x in entry["arrays"].values() if x not in files]:
             raise ValueError(f"{_IMPORT}: {listing(missing)} is in no file.")
@@ -512,15 +518,8 @@ def _imported(
         is_one = given is not None and given.shape == (1,) and len(entries) == 1
         if is_one and entry["format"] == "E4M3":
             found, scale = arrays["weight"], given
-        if here.size == found.size:
-            whole = np.empty(leaf.shape, found.dtype) if whole is None else whole
-            whole.reshape(-1)[here.reshape(-1)] = found.reshape(-1)
-            count += found.size
-    if whole is None or count != size:
-        raise ValueError(
-            f"`like` of {_IMPORT} must be a model like the exported one; `{path}`, "
-            f"{describe(leaf)}, is not in the files in this shape."
-        )
+        whole = np.empty(leaf.shape, found.dtype) if whole is None else whole
+        whole.reshape(-1)[here.reshape(-1)] = found.reshape(-1)
     sharding = getattr(leaf, "sharding", None)
     if scale is None:
         return jax.device_put(whole.astype(leaf.dtype), sharding)
