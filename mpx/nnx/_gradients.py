@@ -401,14 +401,14 @@ def compare(
     keep: LeafPredicate | None = None,
     floor: bool = True,
 ) -> Callable[..., Comparison]:
-    """Compares two precisions of a loss of NNX objects; replaces `mpx.compare`.
+    """Compares two precisions of a function of NNX objects; replaces `mpx.compare`.
 
     Both start from the same objects, which are unchanged afterwards: statistics and
     random streams too. Gradients are those of each `nnx.Param` of the first argument.
 
     Args:
-        reference: The loss to compare with, `reference(model, *args)`.
-        func: The loss in another precision, of the same arguments.
+        reference: The function to compare with, `reference(model, *args)`.
+        func: The function in another precision, of the same arguments.
         scaling: The loss scaling of `func`, as in `mpx.compare`.
         has_aux: Both return `(loss, aux)`.
         policy: The policy of a `func` in the explicit style.
@@ -431,7 +431,7 @@ def compare(
         >>> [gradient.name for gradient in found.gradients]
         ['bias', 'kernel']
     """
-    options = Options(has_aux=has_aux, policy=policy, keep=keep)
+    options = Options(policy=policy, keep=keep)
     given = NoLossScaling() if scaling is None else scaling
     checked_filters(_CALL, reference, given, 0, True, Options(has_aux=has_aux))
     filters = checked_filters(_CALL, func, given, 0, True, options)
@@ -446,7 +446,7 @@ def compare(
                 @wraps(loss)
                 def own(*full: PyTree, **kwargs: PyTree) -> PyTree:
                     *args, (fixed, _), state = full
-                    return call(*args, (fixed, loss), state, **kwargs)
+                    return call(*args, (fixed, loss), state, **kwargs)[0]
 
                 return own
 
@@ -454,7 +454,7 @@ def compare(
                 of_trees(reference),
                 of_trees(func),
                 scaling,
-                has_aux=True,
+                has_aux=has_aux,
                 policy=policy,
                 keep=pure.options.keep,
                 floor=floor,

@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*_*.py"))
 GUIDES = [guide for guide in GUIDES if guide.name != "__init__.py"]
 SLOW = "in_fp8 in_two_precisions nnx_with_orbax pipeline_and_experts sharded_layouts"
-SLOW += " on_a_tpu with_accumulation with_evaluation with_grain with_layers with_lora"
-SLOW += " with_monitor with_orbax with_stored_weights"
+SLOW += " on_a_tpu with_accumulation with_evaluation with_export with_grain"
+SLOW += " with_layers with_lora with_monitor with_orbax with_reinforcement"
+SLOW += " with_stored_weights"
+EXHAUSTIVE = ["rollout_mismatch"]  # 80 s of a core
 
 
 def marked(guide: Path):
@@ -24,6 +26,7 @@ def marked(guide: Path):
     reason = f"{needs} is not installed: it is in the environment of `make clients`"
     marks = [pytest.mark.skipif(is_missing, reason=reason)]
     marks += [pytest.mark.slow] * (guide.stem in SLOW.split())
+    marks += [pytest.mark.exhaustive] * (guide.stem in EXHAUSTIVE)
     return pytest.param(guide, marks=marks)
 
 

@@ -1,12 +1,16 @@
-"""`mpx.compare`: compares two precisions of a loss, layer by layer.
+"""`mpx.compare`: compares two precisions of a function, layer by layer.
 
 They are two programs with different casts around the user's operations. An operation is
 the same in both if scope, line, primitive and shape are equal, and it occurs equally
 often. An *anchor* is such an operation of the forward pass; the last common one of each
 layer is compared.
+
+A loss is differentiated. Logits are compared as distributions of tokens instead; two
+programs that share no operation, such as a decoder with a cache, have these in common.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ..._base.errors import describe, warn_user
 from ..._base.tree import leaves_with_paths
 from ..._base.typing import AnyArray, LeafPredicate
-from ..._base.wraps import name_of
+from ..._base.wraps import name_of, wraps
 from ..._loss_scaling import AbstractLossScaling, NoLossScaling
 from ..._program import (
     Location,
@@ -38,9 +42,23 @@ from ..._program import (
 )
 from ..._quantize import Role
 from ..._settings import Policy, settings_of
-from ..._step import RecipeScaling, filter_value_and_grad, init_scaling, refuse_nnx
+from ..._step import (
+    RecipeScaling,
+    filter_value_and_grad,
+    inference,
+    init_scaling,
+    refuse_nnx,
+)
 from .._inspect import Traced, trace
-from ._comparison import Closeness, Comparison, Sums, cosine_of, numbered, snr_of, sums
+from ._comparison import (
+    Closeness,
+    Comparison,
+    Sums,
+    closeness,
+    divergence,
+    numbered,
+    sums,
+)
 from ._trace import Source, SourceProbe, line, phase_of, where
 
 # --- Anchors --------------------------------------------------------------------------
@@ -255,9 +273,9 @@ def compare(
     keep: LeafPredicate | None = None,
     floor: bool = True,
 ) -> Callable[..., Comparison]:
-    r"""Returns a function that compares two precisions of a loss on the same arguments.
+    r"""Returns a function that compares two precisions on the same arguments.
 
-    Both are run and differentiated once, with the same weights, data and keys. The
+    Losses are run and differentiated once, with the same weights, data and keys. The
     comparison measures how far activations are from those of the reference, for each
     layer that both programs have, and how far the gradient is, for each leaf:
 
@@ -271,16 +289,41 @@ def compare(
     The *floor* is the noise that no precision can be better than: the reference against
     itself, with every sum of its matmuls and reductions in reverse order.
 
+    **Logits** are a floating array `[..., vocabulary]` of two axes or more. If both
+    functions return logits instead of a loss, they are not differentiated, and `func`
+    computes as in `mpx.inference(func, scaling)`. The comparison then has the
+    divergence of Kullback and Leibler of each token, over the last axis, in nats:
+
+    $$\mathrm{KL} = \sum_i p_i \ln \frac{p_i}{q_i}
+    = \sum_i q_i - p_i + p_i \ln \frac{p_i}{q_i} \qquad
+    p = \mathrm{softmax}(a) \qquad q = \mathrm{softmax}(b)$$
+
+    It is summed in float32 (float64 for such logits) in the second form, whose terms
+    are not negative: so logits that differ by 1e-4 have a KL with 3 digits. The two
+    programs may differ, for example a batched forward pass and a decoder with a cache:
+    activations are compared only where they share operations. With `has_aux`, logits
+    in both aux have a KL as well.
+
+    | logits | KL of the token |
+    |---|---|
+    | -inf in both (a mask) | adds 0 |
+    | -inf only in `reference` | adds $q_i$ |
+    | -inf only in `func` | inf |
+    | NaN, +inf, or only -inf, in one of them | NaN |
+    | of magnitudes that overflowed in half precision | by their infinities, as above |
+
     Args:
-        reference: The loss to compare with, such as the function without
-            `mpx.autocast`: `reference(model, *args)`.
-        func: The loss in another precision, of the same arguments.
+        reference: The function to compare with, such as the one without
+            `mpx.autocast`: `reference(model, *args)`. It returns a scalar loss, or
+            logits: the array, or a dictionary or object with it as `logits`.
+        func: The function in another precision, of the same arguments.
         scaling: The loss scaling of `func`, from the run; by default that of a first
             step, from `mpx.init_scaling`, in which scales of a recipe are 1. The
-            reference needs none.
+            reference needs none; if it has a recipe and returns logits, pass
+            `mpx.inference(reference, scaling)`.
         has_aux: Both return `(loss, aux)`.
-        policy: The policy of a `func` in the explicit style, as in
-            `mpx.filter_value_and_grad`.
+        policy: The policy of a loss `func` in the explicit style, as in
+            `mpx.filter_value_and_grad`. For logits use `mpx.cast_function`.
         keep: Likewise.
         floor: False omits the floor, which is a third of the cost.
 
@@ -293,6 +336,8 @@ def compare(
         TypeError: A function is not callable, or it is called inside a function that
             JAX is tracing, or with non-array arguments; also what
             `mpx.filter_value_and_grad` raises.
+        ValueError: Logits have different shapes, or only `reference` returns logits;
+            also what `mpx.filter_value_and_grad` raises.
 
     Warns:
         UserWarning: The state has scales and no step was made: they are 1.
@@ -308,11 +353,16 @@ def compare(
         (["['in']", "['out']"], True)
         >>> found.floor > 120
         True
+        >>> logits = lambda w, x: jax.nn.gelu(x @ w["in"]) @ w["out"]
+        >>> x = jax.random.normal(c, (2, 5, 16))
+        >>> found = mpx.compare(logits, mpx.autocast(logits, "float16"))(w, x)
+        >>> found.kl.shape, bool(found.kl.max() < 1e-5)
+        ((2, 5), True)
     """  # noqa: E501
     for name, value in (("reference", reference), ("func", func)):
         if not callable(value):
             raise TypeError(
-                f"`{name}` of {CALL} must be a loss function; got {describe(value)}. "
+                f"`{name}` of {CALL} must be a function; got {describe(value)}. "
                 "Pass the arguments to the returned function: `mpx.compare(a, "
                 "b)(*args)`."
             )
@@ -323,24 +373,56 @@ def compare(
         _warn_of_new(used)
         is_mixed = settings_of(func) is not None or policy is not None
 
-        def first(args: PyTree, _: object, kwargs: PyTree) -> PyTree:
-            plain = filter_value_and_grad(reference, NoLossScaling(), has_aux, False)
-            result = plain(*args, **kwargs)
-            return result.value, result.grads
+        @wraps(reference)
+        def loss(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            result = reference(*args, **kwargs)
+            if not has_aux and policy is None and _logits_of(result) is not None:
+                raise _ReturnsLogits
+            return result
 
-        def second(
-            args: PyTree, scaling: AbstractLossScaling, kwargs: PyTree
-        ) -> PyTree:
+        def first(args: PyTree, _: object, kwargs: PyTree) -> Results:
+            plain = filter_value_and_grad(loss, NoLossScaling(), has_aux, False)
+            return results(plain(*args, **kwargs))
+
+        def second(args: PyTree, scaling: Any, kwargs: PyTree) -> Results:
             gradient = filter_value_and_grad(
                 func, scaling, has_aux, is_mixed, policy=policy, keep=keep
             )
-            result = gradient(*args, **kwargs)
-            return result.value, result.grads
+            return results(gradient(*args, **kwargs))
 
-        pair = [_Side(f, (args, used, kwargs)) for f in (first, second)]
+        def results(found: Any) -> Results:
+            return found.value, found.grads, _logits_of(found.aux) if has_aux else None
+
+        def logits(func: Any, args: PyTree, scaling: Any, kwargs: PyTree) -> Results:
+            return None, None, _logits_of(inference(func, scaling)(*args, **kwargs))
+
+        given = (args, used, kwargs)
+        try:
+            pair = [_Side(f, given) for f in (first, second)]
+        except _ReturnsLogits:
+            pair = []
+        if not pair:  # outside the handler, so that errors do not mention it
+            plain, low = (functools.partial(logits, f) for f in (reference, func))
+            pair = [_Side(plain, (args, NoLossScaling(), kwargs)), _Side(low, given)]
         return _compared(_name(reference), _name(func), *pair, floor=floor)
 
     return compared
+
+
+class _ReturnsLogits(Exception):
+    """The reference is not a loss; raised while it is traced as one."""
+
+
+Results = tuple[Array | None, PyTree, Array | None]
+"""The loss, the gradients and the logits of a function, if it has them."""
+
+
+def _logits_of(result: Any) -> Array | None:
+    """Returns a floating array of two axes or more, or one that is named `logits`."""
+    named = result.get("logits") if isinstance(result, dict) else result
+    found = getattr(named, "logits", named)
+    is_float = jnp.issubdtype(getattr(found, "dtype", bool), jnp.floating)
+    return found if is_float and getattr(found, "ndim", 0) > 1 else None
 
 
 def _name(func: object) -> str:
@@ -388,18 +470,20 @@ class _Side:
             for name in map(_weight_name, self.traced.paths)
         ]
         self.anchors = anchors_of(self.traced.jaxpr, self.tags)
-        shapes = self.traced.call.result_of(self.traced.jaxpr.out_avals)
-        self.leaves = [path for path, _ in leaves_with_paths(shapes[1])]
+        self._results = self.traced.call.result_of
+        self.loss, grads, self.logits = self._results(self.traced.jaxpr.out_avals)
+        self.leaves = [path for path, _ in leaves_with_paths(grads)]
 
     def run(
         self,
         arrays: Sequence[AnyArray],
         wanted: frozenset[Anchor],
         reverses: bool = False,
-    ) -> tuple[list[AnyArray], Records]:
-        """Returns the loss, the gradients and the activations."""
+    ) -> tuple[Results, Records]:
+        """Returns the results and the activations."""
         probe = Collect(wanted, reverses=reverses)
-        return probed(self.traced.jaxpr, probe, arrays, self.tags)
+        results, records = probed(self.traced.jaxpr, probe, arrays, self.tags)
+        return self._results(results), records
 
 
 def _weight_name(path: str) -> str:
@@ -413,31 +497,32 @@ def _weight_name(path: str) -> str:
 def _compared(
     reference: str, name: str, first: _Side, second: _Side, floor: bool
 ) -> Comparison:
+    has_kl = _has_kl(reference, name, first, second)
     layers = common_layers(first.anchors, second.anchors)
     wanted = frozenset(anchor for _, anchor, _ in layers)
 
     @jax.jit
     def measure(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> PyTree:
-        """Returns the losses, and the sums of all pairs."""
+        """Returns the losses, the divergence, and the sums of all pairs."""
         pairs = [first.run(a, wanted), second.run(b, wanted)]
         if floor:
             pairs.append(first.run(a, wanted, reverses=True))
         (results, records), *others = pairs
 
-        def beside(
-            other: tuple[list[AnyArray], Records],
-        ) -> tuple[list[Sums], list[Sums]]:
+        def beside(other: tuple[Results, Records]) -> tuple[list[Sums], list[Sums]]:
             values = [
                 _sums_by_turn(found, records[anchor], other[1][anchor])
                 for _, anchor, found in layers
             ]
-            grads = zip(results[1:], other[0][1:], strict=True)
-            return values, [sums(x, y) for x, y in grads]
+            grads = map(jax.tree.leaves, (results[1], other[0][1]))
+            return values, [sums(x, y) for x, y in zip(*grads, strict=True)]
 
-        return [one[0][0] for one in pairs[:2]], [beside(other) for other in others]
+        losses, _, logits = zip(*(one[0] for one in pairs[:2]), strict=True)
+        kl = divergence(*logits) if has_kl else None
+        return jax.tree.leaves(losses), kl, [beside(other) for other in others]
 
     inputs = first.traced.inputs, second.traced.inputs
-    losses, found = jax.device_get(measure(*inputs))
+    losses, kl, found = jax.device_get(measure(*inputs))
     values, grads = zip(*found, strict=True)
     activations = [
         each
@@ -445,16 +530,30 @@ def _compared(
         for each in _by_turn(layer, anchor, pairs)
     ]
     gradients = [
-        _closeness(path or "gradient", "gradient", pairs, ())
+        closeness(path or "gradient", "gradient", pairs, ())
         for path, *pairs in zip(first.leaves, *grads, strict=True)
     ]
     return Comparison(
         reference,
         name,
-        (float(losses[0]), float(losses[1])),
+        tuple(map(float, losses)),
         _distinct(activations),
         tuple(gradients),
+        kl,
     )
+
+
+def _has_kl(reference: str, name: str, first: _Side, second: _Side) -> bool:
+    """Returns whether both functions return logits; raises if they do not match."""
+    a, b = first.logits, second.logits
+    shapes = {None if x is None else x.shape for x in (a, b)}
+    if len(shapes) > 1 and (first.loss is None or None not in shapes):
+        raise ValueError(
+            f"{CALL} needs logits of equal shapes, `[..., vocabulary]`; got "
+            f"{a} of `{reference}` and {b} of `{name}`. Return the array, or a "
+            "dictionary with it as `logits`."
+        )
+    return None not in shapes
 
 
 def _sums_by_turn(found: Found, a: AnyArray, b: AnyArray) -> Sums:
@@ -466,7 +565,7 @@ def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closenes
     """Returns one for each iteration of the loops around a layer."""
     turns = itertools.product(*map(range, np.shape(pairs[0].signal)))
     return [
-        _closeness(
+        closeness(
             layer + "".join(f"[{i}]" for i in turn),
             "activation",
             pairs,
@@ -476,16 +575,6 @@ def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closenes
         )
         for turn in turns
     ]
-
-
-def _closeness(
-    name: str, kind: str, pairs: Sequence[Sums], turn: tuple[int, ...], **place: str
-) -> Closeness:
-    """Computes closeness from the sums of the functions and, if any, of the floor."""
-    here, *floors = (Sums(*(np.asarray(x)[turn] for x in pair)) for pair in pairs)
-    lowest = float(snr_of(floors[0])) if floors else None
-    snr, cosine = float(snr_of(here)), float(cosine_of(here))
-    return Closeness(name, kind, snr, cosine, lowest, **place)
 
 
 def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
