@@ -339,7 +339,7 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
-    if ambient().marks_weights and weight.facts.is_weight:
+    if ambient().marks_weights:
         slot = weight.slots and weight.slots.slot(use)
         with data_scope("weight", MarkedWeight(product, slot)):
             array = lax.optimization_barrier(array)

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ..._autocast import taking_notes
 from ..._base.errors import describe, listing
 from ..._base.tree import Guard, is_whole, path_text
-from ..._base.typing import AnyArray, LeafPredicate
+from ..._base.typing import AnyArray, LeafPredicate, Shape
 from ..._loss_scaling import AbstractLossScaling
 from ..._nnx_graph import is_nnx_module, places
 from ..._quantize import (
@@ -165,8 +165,9 @@ def export(
             traced = trace(frozen, given, kwargs, lambda f: f, (0,), _CALL)
         uses: dict[str, list[Use]] = {path: [] for path in leaves}
         for use in uses_of(traced):
-            # A model of one array has no path.
-            uses[use.weight.path if use.weight.path in uses else ""].append(use)
+            # A model of one array has no path. Keys are not among the leaves.
+            own = use.weight.path if use.weight.path in uses else ""
+            uses.setdefault(own, []).append(use)
         parts: list[_Part] = []
         for name, leaf in leaves.items():
             is_half = half is not None and bool(half(name, leaf))
@@ -216,15 +217,16 @@ class _Part(NamedTuple):
     Attributes:
         entry: What the manifest says of it.
         group: How it and its input are quantized; None if they are not.
-        compute: Returns its arrays, which have the axes of experts first, and whether
-            they are finite.
-        batch: The number of these axes.
+        types: The types of its arrays, which have the axes of experts first.
+        compute: Returns these arrays, and whether they are finite.
+        batch: The axes of experts.
     """
 
     entry: dict[str, Any]
     group: dict[str, Any] | None
+    types: dict[str, jax.ShapeDtypeStruct]
     compute: Callable[[], tuple[dict[str, AnyArray], AnyArray]]
-    batch: int
+    batch: Shape
 
 
 def _parts(
@@ -241,14 +243,16 @@ def _parts(
     for index in np.ndindex(*sizes):
         here = [use for use in uses if use.reads(index)]
         marked = [use for use in here if use.quantizer is not None and not is_half]
-        use = next((use for use in marked or here if use.layout), (*here, None)[0])
+        matmuls = [use for use in marked or here if use.layout]
+        whole = [use for use in matmuls if marked or len(use.layers) == depth]
+        use = next(iter((*whole, *here)), None)
         dtypes = {use.dtype for use in here}
         dtype = dtypes.pop() if len(dtypes) == 1 and is_floating else str(leaf.dtype)
         why = "not read" if use is None else "in `half`" if is_half else use.why
         if not marked and np.dtype(dtype) not in DTYPES.values():
             raise ValueError(f"{_CALL}: `{path}` is {dtype}, which no file holds.")
         how, state, group, shape = _How(dtype=dtype), None, None, leaf.shape[depth:]
-        if use is not None and use.layout is not None:
+        if use is not None and use.layout is not None and use in whole:
             shape = use.layout.in_file(use.weight.shape)
             moves = tuple(x for x in use.weight.moves if marked or x[0] != "cast")
             how = how._replace(moves=moves, layout=use.layout)
@@ -258,7 +262,11 @@ def _parts(
             state = scales.get(use.mark.slot)
             if state is not None and state.ndim > 1:
                 state = state[tuple(use.loops(index))]
-            q = jax.eval_shape(functools.partial(_quantized, how), leaf, index, state)
+        given = leaf, index, state
+        leaves, tree = jax.tree.flatten(given)
+        of = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
+        q, types = _types(how, tree, *of)
+        if q is not None and use is not None and use.mark is not None:
             inputs, why = use.mark.product.recipe.quantizer(Role.INPUT), ""
             try:
                 group = group_of(q, shape, inputs, state is not None)
@@ -270,8 +278,11 @@ def _parts(
             dtype = q.format.name
         entry = {"path": path, "whole": leaf.shape, "index": index, "shape": shape}
         entry |= {"format": dtype, "why": why, "moves": how.moves, "layout": how.layout}
-        compute = functools.partial(_arrays, how, leaf, index, state)
-        yield _Part(entry, group, compute, how.layout.batch if how.layout else 0)
+        batch = next(iter(types.values())).shape[
+            : how.layout.batch if how.layout else 0
+        ]
+        compute = functools.partial(_arrays, how, *given)
+        yield _Part(entry, group, types, compute, batch)
 
 
 def _refuse_differences(name: str, first: Use, here: list[Use], depth: int) -> None:
@@ -319,6 +330,15 @@ def _quantized(
     _, q, _ = matmul._on_target(*of, role=Role.WEIGHT, both=False)
     assert isinstance(q, QuantizedArray)  # `Use.quantizer`
     return q
+
+
+@functools.lru_cache(maxsize=256)
+def _types(how: _How, tree: Any, *types: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the types of a quantized weight and of its arrays; None if it is not."""
+    given = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(*one) for one in types])
+    of = [functools.partial(form, how) for form in (_quantized, _arrays)]
+    q = None if how.product is None else jax.eval_shape(of[0], *given)
+    return q, jax.eval_shape(of[1], *given)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -379,18 +399,19 @@ def _write(
     """Writes the files to a folder that gets its name when all are there."""
     groups, plain, tensors, types = {}, [], [], []
     for part in parts:
-        shapes, entry = jax.eval_shape(part.compute)[0], part.entry
-        for one in np.ndindex(*next(iter(shapes.values())).shape[: part.batch]):
+        entry = part.entry
+        for one in np.ndindex(*part.batch):
             own = name(entry["path"], (*entry["index"], *one))
             module = own.removesuffix(".weight")
-            arrays = {key: f"{module}.{key}" if key else own for key in shapes}
+            arrays = {key: f"{module}.{key}" if key else own for key in part.types}
             tensors.append({"name": own, **entry, "batch": one, "arrays": arrays})
             if part.group is not None:
                 groups[module] = part.group
             elif len(entry["shape"]) > 1:
                 plain.append(module)
-            for key, x in shapes.items():
-                types.append(Stored(arrays[key], x.dtype, x.shape[part.batch :]))
+            for key, x in part.types.items():
+                own_shape = x.shape[len(part.batch) :]
+                types.append(Stored(arrays[key], x.dtype, own_shape))
     counts = collections.Counter(one.name for one in types)
     if twice := [one for one, count in counts.items() if count > 1]:
         raise ValueError(
@@ -426,7 +447,7 @@ def _computed(parts: Sequence[_Part]) -> Iterator[np.ndarray]:
                 f"finite in {part.entry['format']}, or its scales are not known before "
                 "the first step."
             )
-        for one in np.ndindex(*next(iter(arrays.values())).shape[: part.batch]):
+        for one in np.ndindex(*part.batch):
             for key, x in arrays.items():
                 found = np.asarray(x[one] if one else x)
                 yield inverted(found) if key == "weight_global_scale" else found

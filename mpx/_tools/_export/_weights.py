@@ -25,10 +25,10 @@ Move = tuple[str, Any]
 
 
 class Weight(NamedTuple):
-    """A weight of a program, moved; values that are computed have none.
+    """A weight of a program, moved, or a value that is computed of weights only.
 
     Attributes:
-        path: Its path.
+        path: Its path; "" if it is computed.
         shape: Its present shape.
         moves: The moves since.
     """
@@ -36,6 +36,9 @@ class Weight(NamedTuple):
     path: str
     shape: Shape
     moves: tuple[Move, ...] = ()
+
+
+COMPUTED = Weight("", ())
 
 
 class Layout(NamedTuple):
@@ -127,22 +130,23 @@ def moved(x: Any, moves: Sequence[Move], index: Sequence[Any]) -> Any:
 
 
 class _Weights(Flow[Weight | None]):
-    def constant(self, value: object) -> None:
-        return None
+    """None for values that depend on data."""
+
+    def constant(self, value: object) -> Weight:
+        return COMPUTED
 
     def join(self, a: Weight | None, b: Weight | None) -> Weight | None:
-        return a if a == b else None
+        return a if a == b else None if a is None or b is None else COMPUTED
 
     def transfer(
         self, equation: JaxprEqn, facts: Sequence[Weight | None]
     ) -> list[Weight | None]:
-        count = len(equation.outvars)
-        if _mark(equation) is not None or not facts:
-            return [None] * count
-        weights = _operands(equation, facts)
-        if len(weights) != count:
-            weights = weights[:1] * count
-        return [_moved(equation, *pair) for pair in enumerate(weights)]
+        count, weights = len(equation.outvars), _operands(equation, facts)
+        one = weights if len(weights) == count else weights[:1] * count
+        moved = [_moved(equation, *pair) for pair in enumerate(one)]
+        is_marked = _mark(equation) is not None
+        other = None if is_marked or None in weights else COMPUTED
+        return [other if x is None or is_marked else x for x in moved or [None] * count]
 
 
 def _mark(equation: JaxprEqn) -> MarkedWeight | None:
@@ -161,7 +165,8 @@ def _operands(
             first, *rest = weight.shape
             moves = (*weight.moves, ("layer", (first, None)))
             weight = Weight(weight.path, tuple(rest), moves)
-        found.append(weight if weight is None or weight.shape == shape else None)
+        is_other = weight is not None and weight.shape != shape
+        found.append(COMPUTED if is_other else weight)
     return found
 
 
@@ -177,7 +182,7 @@ def _moved(equation: JaxprEqn, number: int, weight: Weight | None) -> Weight | N
     name, params = equation.primitive.name, equation.params
     shape = tuple(getattr(aval_of(equation.outvars[number]), "shape", ()))
     move: list[Move] = []
-    if weight is None:
+    if weight is None or not weight.path:
         return None
     if name == "transpose":
         move = [("transpose", tuple(params["permutation"]))]
@@ -211,10 +216,10 @@ def uses_of(traced: Traced) -> Iterator[Use]:
         equation, mark, where = visit.equation, _mark(visit.equation), ""
         followed = {weight.path for weight in visit.results if weight is not None}
         for side, weight in enumerate(_operands(equation, visit.operands)):
-            if weight is None and mark is None:
+            if weight is None or (not weight.path and mark is None):
                 continue
             where = line_text(visit.frames)
-            if weight is None:
+            if not weight.path:
                 raise ValueError(
                     f"The matmul at {where} quantizes a weight that the function "
                     "computes, or cuts by `jax.shard_map`; a file holds parameters. "
