@@ -46,7 +46,8 @@ class LegPath(NamedTuple):
         return self.path == Path.EMULATED.value
 
 
-def legs_of(product: AbstractProduct) -> dict[Leg, LegPath]:
+@functools.lru_cache(maxsize=256)
+def legs_of(product: AbstractProduct) -> Mapping[Leg, LegPath]:
     """Returns how the quantized legs of a product are computed, in order.
 
     Args:

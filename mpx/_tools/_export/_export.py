@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -168,10 +169,18 @@ def export(
             # A model of one array has no path. Keys are not among the leaves.
             own = use.weight.path if use.weight.path in uses else ""
             uses.setdefault(own, []).append(use)
+        # Taps of a convolution that the program slices are no layers.
+        layers = {
+            count
+            for use in itertools.chain(*uses.values())
+            for count, one in use.layers
+            if use.layout is not None or one is None
+        }
         parts: list[_Part] = []
         for name, leaf in leaves.items():
             is_half = half is not None and bool(half(name, leaf))
-            parts += _parts(name, leaf, uses[name], scaling._tokens(), is_half)
+            of = name, leaf, uses[name], scaling._tokens(), is_half
+            parts += _parts(*of, layers)
         return _write(folder, parts, _namer(names, leaves), config or {}, shard_bytes)
 
     return exporting
@@ -230,15 +239,21 @@ class _Part(NamedTuple):
 
 
 def _parts(
-    path: str, leaf: Any, uses: list[Use], scales: Mapping[Any, Any], is_half: bool
+    path: str,
+    leaf: Any,
+    uses: list[Use],
+    scales: Mapping[Any, Any],
+    is_half: bool,
+    layers: set[int],
 ) -> Iterator[_Part]:
-    """Yields the layers of a leaf of the model.
+    """Yields the layers of a leaf of the model; `layers` are numbers of them.
 
     Raises:
         ValueError: One is read in several ways, or in a format that no engine reads.
     """
     is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-    depth = min((len(use.layers) for use in uses), default=0) * is_floating
+    is_cut = is_floating and all(n in layers for use in uses for n, _ in use.layers)
+    depth = min((len(use.layers) for use in uses), default=0) * is_cut
     sizes = [size for use in uses[:1] for size, _ in use.layers[:depth]]
     for index in np.ndindex(*sizes):
         here = [use for use in uses if use.reads(index)]

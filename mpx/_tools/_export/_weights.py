@@ -15,7 +15,15 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ..._autocast import MarkedWeight
 from ..._base.typing import Shape
-from ..._program import Flow, aval_of, data_of, is_matmul, scopes, walk
+from ..._program import (
+    Flow,
+    aval_of,
+    data_of,
+    is_matmul,
+    is_multiplication,
+    scopes,
+    walk,
+)
 from ..._quantize import Quantizer, Role
 from .._inspect import Traced, innermost_note, line_text
 
@@ -244,7 +252,7 @@ def _layout(equation: JaxprEqn, side: int, mark: MarkedWeight | None) -> Layout 
         numbers = product.dimension_numbers
         side = 0 if getattr(product, "is_weight_first", False) else 1
         rank = aval_of(equation.invars[0]).ndim
-    elif is_matmul(equation) and side < 2:
+    elif is_matmul(equation) and not is_multiplication(equation) and side < 2:
         numbers = params.get("ragged_dot_dimension_numbers")
         numbers = params.get("dimension_numbers", numbers)
         rank = aval_of(equation.invars[side]).ndim
