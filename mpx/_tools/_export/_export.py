@@ -398,8 +398,9 @@ def _namer(names: Mapping[str, str] | Name | None, leaves: Mapping[str, Any]) ->
     def name(path: str, index: tuple[int, ...]) -> str:
         if path in given:
             return given[path].format(*index)
-        first, *rest = re.findall(r"[^\[\]'\".]+", path) or ["weight"]
-        return ".".join([first, *map(str, index), *rest])
+        parts = re.findall(r"[^\[\]'\".]+", path) or ["weight"]
+        first = 2 if parts[0] == "params" else 1  # the name of a collection of Flax
+        return ".".join([*parts[:first], *map(str, index), *parts[first:]])
 
     return name
 
