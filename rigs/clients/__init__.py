@@ -22,5 +22,6 @@ To add a program, write a function in the module of its package in `programs/`:
 quantize. A new package gets a line in `programs.PACKAGES`, in the extra `clients` of
 `pyproject.toml` and, with `make clients-lock`, in `constraints.txt` beside this file.
 
-What must hold of every program stands in `goals`; what is measured in `measure`.
+What must hold of every program stands in `goals`; what is measured in `measure`, on
+several devices in `layouts`, and of exported weights in `exports`.
 """

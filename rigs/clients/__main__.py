@@ -22,7 +22,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="NAME")
-    parser.add_argument("--part", choices=("programs", "layouts"))
+    parser.add_argument("--part", choices=runner.PARTS)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--show", nargs="+", metavar="NAME")
@@ -48,7 +48,7 @@ def main() -> int:
 def measure_all(results: dict, arguments: argparse.Namespace) -> None:
     """Measures what was asked for; each part is written as soon as it is there."""
     everything = runner.clients()
-    for part in ("programs", "layouts"):
+    for part in runner.PARTS:
         if arguments.part not in (None, part):
             continue
         options = {"seeds": arguments.seeds} if part == "programs" else {}

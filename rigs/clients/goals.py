@@ -24,6 +24,10 @@ SPREAD = 3.0
 """How many times one device's gradient error that of a layout may be."""
 
 
+EXPORTS = 12
+"""How many programs' exported weights are equal to the operands of inference."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """Something that the results must show.
@@ -181,7 +185,27 @@ def judge(results: dict[str, Any]) -> list[Goal]:
     count = sum(c.colour == "green" for c in cells.values())
     text = f"every layout that runs in float32 gives one device's gradients: {count}"
     made.append(Goal(text + _but(red), not red and count > 0))
-    return made
+    return [*made, _exports(results)]
+
+
+def exported(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts of exported programs by `program recipe`."""
+    kinds = ("error", "current", "delayed")
+    return {
+        f"{r['program']} {k}": r[k] if isinstance(r[k], dict) else r
+        for r in results.get("exports", ())
+        for k in kinds
+        if k in r
+    }
+
+
+def _exports(results: dict[str, Any]) -> Goal:
+    parts = exported(results)
+    equal = {n for n, p in parts.items() if p.get("wrong") == []}
+    wrong = [n for n, p in parts.items() if p.get("wrong")]
+    models = len({name.split()[0] for name in equal})
+    text = f"{EXPORTS} models exported with bits equal: {models}"
+    return Goal(text + _but(wrong), models >= EXPORTS and not wrong)
 
 
 def _but(places: list[str]) -> str:

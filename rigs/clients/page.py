@@ -99,7 +99,27 @@ def _summary(results: dict[str, Any]) -> str:
         if found:
             name = _COLUMNS[recipe]
             rows.append([f"{name}: error, ratio to bfloat16's", _spread(found)])
-    return _table(["", "found"], rows)
+    return _table(["", "found"], [*rows, *_exports(results)])
+
+
+def _exports(results: dict[str, Any]) -> list[list[str]]:
+    """What `mpx.export` writes against what inference multiplies."""
+    parts = goals.exported(results)
+    good = {name: part for name, part in parts.items() if "error" not in part}
+    if not good:
+        return []
+    count = lambda key: sum(part[key] for part in good.values())  # noqa: E731
+    wrong = sum(len(part["wrong"]) for part in good.values())
+    read = count("tensors") - count("not read")
+    text = f"{read - wrong} of {read} in {len(good)} exports; {count('quantized')} are "
+    rows = [["`mpx.export`: tensors equal to what inference reads", text + "quantized"]]
+    off = [f"{n} {p['output']:.0e}" for n, p in good.items() if not p["same output"]]
+    text = f"{len(good) - len(off)} of {len(good)}{'; off: ' if off else ''}"
+    rows.append(["outputs of imported weights that are equal", text + ", ".join(off)])
+    refused = [f"{n}: {_message(p['error'])}" for n, p in parts.items() if "error" in p]
+    if refused:
+        rows.append(["not exported", "; ".join(refused)])
+    return rows
 
 
 def _spread(values: list[float]) -> str:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .exports import EXPORTED
 from .programs import PACKAGES, programs_of
 from .record import PRECISIONS, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
+PARTS = ("programs", "layouts", "exports")
 SECONDS = 1800
 """How long a program may take; a machine that does other things is slow."""
 
@@ -131,6 +133,8 @@ def run(
     chosen = clients(only)
     if task == "layouts":
         chosen = {n: pair for n, pair in chosen.items() if pair[1].layouts}
+    if task == "exports":
+        chosen = {n: pair for n, pair in chosen.items() if n in EXPORTED}
     waiting: queue.Queue[tuple[str, list[str]]] = queue.Queue()
     for module in PACKAGES:
         names = [n for n, (m, _) in chosen.items() if m == module]
@@ -171,9 +175,8 @@ def versions(packages: list[str]) -> dict[str, str]:
 
 def read(path: Path = RESULTS) -> dict[str, Any]:
     """The results of a run; empty ones where there are none."""
-    if not path.is_file():
-        return {"versions": {}, "programs": [], "layouts": []}
-    return json.loads(path.read_text())
+    none = {"versions": {}, **{part: [] for part in PARTS}}
+    return none | (json.loads(path.read_text()) if path.is_file() else {})
 
 
 def with_words(records: list[Any], clients: dict[str, Any]) -> list[Any]:
@@ -196,7 +199,7 @@ def merge(before: list[Any], new: list[Any], order: list[str]) -> list[Any]:
 def write(results: dict[str, Any], path: Path = RESULTS) -> None:
     """Writes results, one record a line."""
     lines = [f' "versions": {json.dumps(results["versions"])}']
-    for part in ("programs", "layouts"):
+    for part in PARTS:
         records = ",\n".join("  " + json.dumps(_rounded(r)) for r in results[part])
         lines.append(f' "{part}": [\n{records}\n ]')
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import slow_but
 
-from . import goals, page, runner
+from . import exports, goals, page, runner
 from .gradients import QUANTIZERS, plain
 from .measure import Compiled, make_all, measure, rounded_by
 from .programs import PACKAGES, QUICK, programs_of
@@ -157,6 +157,47 @@ def test_a_region_of_float32_has_a_goal(error, met):
     found = goals.judge({"programs": [record], "layouts": []})
     (goal,) = (g for g in found if "in a region" in g.text)
     assert goal.met == met and "p bfloat16" in goal.text
+
+
+def scanned_layers() -> Built:
+    """Layers of a plain tree that a scan cuts."""
+    numbers = np.random.default_rng(0).standard_normal((3, 2, 32, 32), np.float32) / 6
+
+    def loss(w, x):
+        layer = lambda x, w: (x + jnp.tanh(x @ w["in"]) @ w["out"].T, None)  # noqa: E731
+        y, _ = jax.lax.scan(layer, x, w)
+        return jnp.mean(y**2), y
+
+    w = {"in": jnp.asarray(numbers[:, 0]), "out": jnp.asarray(numbers[:, 1])}
+    return Built(loss, w, (jnp.ones((32, 32)),))
+
+
+def test_exports_are_compared_bit_by_bit(monkeypatch):
+    """Each quantized tensor is found if one bit of it is another one."""
+    good = exports._compared(scanned_layers(), "current")
+    assert good["same output"] and not good["wrong"]
+    assert good["quantized"] == good["layers"] == 6
+    files_of = exports._files
+
+    def damaged(folder):
+        files = files_of(folder)
+        for key in [name for name in files if f"{name}_scale" in files]:
+            files[key] = (files[key].view(np.uint8) ^ 1).view(files[key].dtype)
+        return files
+
+    monkeypatch.setattr(exports, "_files", damaged)
+    bad = exports._compared(scanned_layers(), "current")
+    assert bad["wrong"] == [f"{name}.{i}" for name in ("in", "out") for i in range(3)]
+
+
+@pytest.mark.parametrize(("count", "wrong"), [(12, []), (11, []), (12, ["w"])])
+def test_exports_have_a_goal(count, wrong):
+    good = {"wrong": [], "same output": True}
+    records = [{"program": f"p{i}", "current": good} for i in range(count)]
+    records += [{"program": "q", "current": good | {"wrong": wrong}}] * bool(wrong)
+    records += [{"program": "r", "current": {"error": "ValueError: computed"}}]
+    goal = goals.judge({"programs": [], "layouts": [], "exports": records})[-1]
+    assert goal.met == (count >= 12 and not wrong) and f"equal: {count}" in goal.text
 
 
 def test_words_of_a_program_are_those_of_today():

@@ -13,12 +13,14 @@ from typing import Any
 
 def answer(request: dict[str, Any], say: Any) -> None:
     """Measures what a request asks for: `module`, `programs`, `task`, `options`."""
+    from .exports import measure_exports
     from .layouts import measure_layouts
     from .measure import attempt, measure
     from .programs import programs_of
 
     found = programs_of(request["module"])
-    task = measure_layouts if request["task"] == "layouts" else measure
+    tasks = {"layouts": measure_layouts, "exports": measure_exports}
+    task = tasks.get(request["task"], measure)
     for name in request["programs"]:
         say({"begin": name})
         record = attempt(lambda n=name: task(found[n], **request["options"]))
