@@ -89,7 +89,7 @@ def test_the_table_of_hardware_is_what_mpx_knows_of_it():
 # pages for maintainers are not counted either.
 NOT_COUNTED = {"works-with.md", "internals.md", "moved.md"}
 GENERATED = r"<!-- (table [\w-]+|sweep: begin) -->.*?<!-- (end|sweep: end) -->"
-MOST_WORDS = 30_800  # 800 for rows, integers, legs, and recipes of papers
+MOST_WORDS = 31_900  # 1,100 for serving and reinforcement learning, a guide each
 
 
 def hand_written(text: str) -> str:
