@@ -151,10 +151,11 @@ class _Weights(Flow[Weight | None]):
     ) -> list[Weight | None]:
         count, weights = len(equation.outvars), _operands(equation, facts)
         one = weights if len(weights) == count else weights[:1] * count
-        moved = [_moved(equation, *pair) for pair in enumerate(one)]
-        is_marked = _mark(equation) is not None
-        other = None if is_marked or None in weights else COMPUTED
-        return [other if x is None or is_marked else x for x in moved or [None] * count]
+        other = None if None in weights else COMPUTED
+        if _mark(equation) is not None:  # what its product makes of it is no weight
+            return [other] * count
+        found = [_moved(equation, *pair) for pair in enumerate(one)] or [None] * count
+        return [other if x is None else x for x in found]
 
 
 def _mark(equation: JaxprEqn) -> MarkedWeight | None:
