@@ -24,6 +24,7 @@ AREAS = {
     "_tools/_counter": "tests/tools/forecast tests/tools/expect/test_hlo.py "
     "tests/benchmarks",
     "_tools/_expect": "tests/tools/expect",
+    "_tools/_export": "tests/tools/export",
     "_tools/_forecast": "tests/tools/forecast tests/tools/test_on_targets.py",
     "_tools/_guard.py": "tests/tools/test_guard.py tests/faults",
     "_tools/_inspect": "tests/tools/inspect tests/tools/test_on_targets.py "
