@@ -252,31 +252,35 @@ def _parts(
         ValueError: One is read in several ways, or in a format that no engine reads.
     """
     is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+    cuts = {use.cut for use in uses}
     is_cut = is_floating and all(n in layers for use in uses for n, _ in use.layers)
-    depth = min((len(use.layers) for use in uses), default=0) * is_cut
-    sizes = [size for use in uses[:1] for size, _ in use.layers[:depth]]
+    cut = cuts.pop() if is_cut and len(cuts) == 1 else ()
+    sizes = [size for kind, (size, *_) in cut if kind == "layer"]
     for index in np.ndindex(*sizes):
         here = [use for use in uses if use.reads(index)]
         marked = [use for use in here if use.quantizer is not None and not is_half]
-        matmuls = [use for use in marked or here if use.layout]
-        whole = [use for use in matmuls if marked or len(use.layers) == depth]
-        use = next(iter((*whole, *here)), None)
+        matmuls = [use for use in marked or here if use.layout and use.cut == cut]
+        use = next(iter((*matmuls, *here)), None)
         dtypes = {use.dtype for use in here}
-        dtype = dtypes.pop() if len(dtypes) == 1 and is_floating else str(leaf.dtype)
+        is_in_half = (
+            is_floating and len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"}
+        )
+        dtype = dtypes.pop() if is_in_half else str(leaf.dtype)
         why = "not read" if use is None else "in `half`" if is_half else use.why
         if not marked and np.dtype(dtype) not in DTYPES.values():
             raise ValueError(f"{_CALL}: `{path}` is {dtype}, which no file holds.")
-        how, state, group, shape = _How(dtype=dtype), None, None, leaf.shape[depth:]
-        if use is not None and use.layout is not None and use in whole:
+        how, state, group = _How(cut, dtype=dtype), None, None
+        whole = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        shape = jax.eval_shape(lambda x, i=index: moved(x, cut, i), whole).shape
+        if matmuls and use is not None and use.layout is not None:
             shape = use.layout.in_file(use.weight.shape)
             moves = tuple(x for x in use.weight.moves if marked or x[0] != "cast")
             how = how._replace(moves=moves, layout=use.layout)
-        if marked and use is not None and use.mark is not None:
-            _refuse_differences(f"{path}{[*index] or ''}", use, here, depth)
-            how = how._replace(product=use.mark.product)
-            state = scales.get(use.mark.slot)
+        if marked and (mark := marked[0].mark) is not None:
+            _refuse_differences(f"{path}{[*index] or ''}", marked[0], here, cut, scales)
+            how, state = how._replace(product=mark.product), scales.get(mark.slot)
             if state is not None and state.ndim > 1:
-                state = state[tuple(use.loops(index))]
+                state = state[tuple(marked[0].loops(index))]
         given = leaf, index, state
         leaves, tree = jax.tree.flatten(given)
         of = [(np.shape(x), str(jnp.result_type(x))) for x in leaves]
@@ -300,13 +304,21 @@ def _parts(
         yield _Part(entry, group, types, compute, batch)
 
 
-def _refuse_differences(name: str, first: Use, here: list[Use], depth: int) -> None:
+def _refuse_differences(
+    name: str, first: Use, here: list[Use], cut: Any, scales: Mapping[Any, Any]
+) -> None:
     """Raises if one array cannot be what all operations read."""
-    problem = "as a whole, too" if len(first.layers) > depth else ""
+
+    def key(use: Use) -> Any:
+        slot = use.mark and use.mark.slot
+        known = slot if slot in scales else None
+        return use.quantizer, use.weight.moves, use.layout, known
+
+    problem = "" if first.cut == cut else "in another way, too"
     for use in here:
         if use.quantizer is None:
             problem = f"in {use.dtype} at {use.where or 'another line'} ({use.why})"
-        elif use.key != first.key:
+        elif key(use) != key(first):
             problem = f"with other scales or blocks at {use.where}"
     if problem:
         raise ValueError(
@@ -321,7 +333,7 @@ def _refuse_differences(name: str, first: Use, here: list[Use], depth: int) -> N
 
 def _operand(how: _How, leaf: Any, index: Sequence[Any]) -> AnyArray:
     x = leaf.dequantize() if is_stored(leaf) else jnp.asarray(leaf)
-    return moved(x, how.moves, index) if how.layout else x[tuple(index)]
+    return moved(x, how.moves, index)
 
 
 def _quantized(
@@ -364,11 +376,12 @@ def _arrays(
     x, layout = _operand(how, leaf, index), how.layout
     if how.product is None or layout is None:
         y = x.astype(how.dtype)
+        is_kept = jnp.all(jnp.isfinite(y) | ~jnp.isfinite(x))
         if layout is not None:
             matrices = layout.matrices(y)
             batch = matrices.shape[: layout.batch]
             y = matrices.reshape(*batch, *layout.in_file(x.shape))
-        return {"": y}, jnp.all(jnp.isfinite(y)) | ~jnp.all(jnp.isfinite(x))
+        return {"": y}, is_kept
     q = _quantized(how, leaf, index, scales)
     arrays = arrays_of(q, layout.in_file(x.shape))
     is_finite = jnp.all(jnp.isfinite(q.dequantize()))
@@ -397,7 +410,13 @@ def _namer(names: Mapping[str, str] | Name | None, leaves: Mapping[str, Any]) ->
 
     def name(path: str, index: tuple[int, ...]) -> str:
         if path in given:
-            return given[path].format(*index)
+            try:
+                return given[path].format(*index)
+            except (IndexError, KeyError) as error:
+                raise ValueError(
+                    f"`names` of {_CALL}: {given[path]!r} does not fit `{path}`, which "
+                    f"has {len(index)} indices."
+                ) from error
         parts = re.findall(r"[^\[\]'\".]+", path) or ["weight"]
         first = 2 if parts[0] == "params" else 1  # the name of a collection of Flax
         return ".".join([*parts[:first], *map(str, index), *parts[first:]])
@@ -543,14 +562,11 @@ def _imported(
             raise ValueError(f"{_IMPORT}: {listing(missing)} is in no file.")
         arrays = {key: files[name] for key, name in entry["arrays"].items()}
         found = arrays[""] if "" in arrays else dequantized(arrays)
-        here, index = numbers, tuple(entry["index"])
-        if entry["layout"] is None:
-            here = numbers[index]
-        else:
+        moves = [move for move in entry["moves"] if move[0] != "cast"]
+        here = moved(numbers, moves, entry["index"])
+        if entry["layout"] is not None:
             axes, *rest = entry["layout"]
-            moves = [move for move in entry["moves"] if move[0] != "cast"]
-            here = Layout(axes, *rest).matrices(moved(numbers, moves, index))
-            here = here[tuple(entry["batch"])]
+            here = Layout(axes, *rest).matrices(here)[tuple(entry["batch"])]
         given = arrays.get("weight_scale")
         is_one = given is not None and given.shape == (1,) and len(entries) == 1
         if is_one and entry["format"] == "E4M3":

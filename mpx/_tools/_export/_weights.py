@@ -103,15 +103,19 @@ class Use(NamedTuple):
         return [layer for kind, layer in self.weight.moves if kind == "layer"]
 
     @property
+    def cut(self) -> tuple[Move, ...]:
+        """The moves to a layer, whichever it is, without casts."""
+        moves = [x for x in self.weight.moves if x[0] != "cast"]
+        last = max((i for i, x in enumerate(moves, 1) if x[0] == "layer"), default=0)
+        return tuple(
+            (kind, (given[0], None) if kind == "layer" else given)
+            for kind, given in moves[:last]
+        )
+
+    @property
     def quantizer(self) -> Quantizer | None:
         """The quantizer of the weight."""
         return self.mark and self.mark.product.recipe.quantizer(Role.WEIGHT)
-
-    @property
-    def key(self) -> Any:
-        """What the numbers in a file depend on."""
-        slot = self.mark and self.mark.slot
-        return self.quantizer, self.weight.moves, self.layout, slot
 
     def loops(self, index: Sequence[int]) -> list[int]:
         """Returns which iterations of the loops around it read this layer."""

@@ -193,3 +193,17 @@ OTHERS = {
 def test_another_model_is_refused(match: str, folder):
     with pytest.raises(ValueError, match=match):
         mpx.import_weights(folder, {**MLP, "up": OTHERS[match]})
+
+
+def test_layers_along_another_axis_come_back(tmp_path):
+    def func(model, x):
+        pairs = model["layers"], model["scale"].T  # [64, 3]
+        x, _ = jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w[0]) * w[1][None], None), x, pairs
+        )
+        return x
+
+    model = {"layers": LAYERS["layers"], "scale": normal(64, 3)}
+    mpx.export(low(func), NONE, tmp_path / "model")(model, X)
+    found = mpx.import_weights(tmp_path / "model", model)
+    np.testing.assert_array_equal(found["scale"], model["scale"])
